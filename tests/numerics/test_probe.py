@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from verl_tim.numerics import attention
+from verl_tim.numerics import probe as probe_module
+from verl_tim.numerics.contract import ContractError
+from verl_tim.numerics.probe import ProbeShapes, probe
+
+from .bits import DTYPES
+
+SHAPES = ProbeShapes(
+    linears=(((64, 32, 32), 64), ((64,), 64), ((96, 96), 64), ((64,), 96)),
+    hidden_size=64,
+    vocab_size=99,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    widths=(64, 16),
+    intermediate_size=96,
+    moe=(6, 2, 40),
+)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_passes_here_and_reports_what_it_did(dtype):
+    before, random_state = torch.get_num_threads(), torch.get_rng_state()
+    report = probe("cpu", dtype, SHAPES, threads=(2, 3))
+    assert report.contract.startswith("chunk64/cpu-e/")
+    assert report.threads == (1, 2, 3)
+    ops = {"rms_norm", "swiglu", "rope", "attention", "head", "sampling", "moe", "grouped_linear"}
+    assert ops | {"linear(128, 64)", "linear(64, 64)", "linear(192, 64)", "linear(64, 96)"} == set(report.comparisons)
+    assert sum(report.comparisons.values()) > 100
+    assert report.seconds > 0
+    assert torch.get_num_threads() == before
+    assert torch.equal(torch.get_rng_state(), random_state)
+
+
+def _depends_on_rows(x_TK, weight_PK):
+    y = torch.mm(x_TK, weight_PK.t())
+    return y if x_TK.shape[0] > 2 else y * (1 + 2.0**-23)
+
+
+def _depends_on_position(gate, up):
+    out = F.silu(gate) * up
+    out[-1, -1] = torch.nextafter(out[-1, -1], torch.tensor(torch.inf, dtype=out.dtype))
+    return out
+
+
+def _stock_attention(q, k, v, cu):
+    out = torch.zeros_like(q)
+    for a, b in itertools.pairwise(cu):
+        one = (x[a:b].transpose(0, 1)[None] for x in (q, k, v))
+        out[a:b] = F.scaled_dot_product_attention(*one, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+    return out
+
+
+def _stock_head(hidden, weight, target, temperature):
+    return torch.log_softmax(F.linear(hidden, weight) / temperature, -1).gather(1, target[:, None])[:, 0], None
+
+
+@pytest.mark.parametrize(
+    ("name", "fault", "op"),
+    [
+        ("matmul_rows", _depends_on_rows, r"linear\(128, 64\)"),
+        ("swiglu_inference", _depends_on_position, "swiglu"),
+        ("varlen_attention", _stock_attention, "attention"),
+        ("token_log_probs", _stock_head, "head"),
+        ("grouped_matmul", lambda x, w, plan: torch.zeros(1) if plan.capacity else torch.ones(1), "grouped_linear"),
+    ],
+)
+def test_names_the_op_that_breaks_the_contract(monkeypatch, name, fault, op):
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(probe_module, name, fault)
+    with pytest.raises(ContractError, match=f"probe: {op}"):
+        probe("cpu", torch.float32, SHAPES)
+    assert torch.get_num_threads() == threads
+
+
+def test_finds_a_split_that_moves_with_the_length(monkeypatch):
+    """A fixed number of key splits is batch invariant, but its borders move: the classic decode schedule."""
+
+    def moving(q, k, v, bias, live, scale):
+        s = (
+            torch.bmm(q, k.transpose(1, 2))[:, :live]
+            .unflatten(0, (bias.shape[0], -1))
+            .unflatten(2, (bias.shape[1], -1))
+        )
+        s = (s * scale + bias[:, None, :, None]).flatten(2, 3).flatten(0, 1)
+        p = torch.softmax(s, -1)
+        half = k.shape[1] // 2
+        return torch.bmm(p[..., :half], v[:, :half]) + torch.bmm(p[..., half:], v[:, half:]), s.logsumexp(-1)
+
+    monkeypatch.setattr(attention, "_attend", moving)
+    with pytest.raises(ContractError, match="probe: attention"):
+        probe("cpu", torch.float32, SHAPES)
+
+
+def test_refuses_devices_and_dtypes_without_a_contract():
+    with pytest.raises(ContractError, match="float16"):
+        probe("cpu", torch.float16, SHAPES)

@@ -1,0 +1,106 @@
+"""The numerics contract: the constants that decide bits, and the few helpers every operation shares.
+
+An operation may be scheduled in any way that keeps its *order of rounding*. The constants below are part of that order
+(`KEY_BLOCK`, `CHUNK_KEYS`, `VOCAB_TILE`) or are what the schedules need to keep it on real libraries (`ROW_FLOOR`,
+`COLUMN_FLOOR`, `ALIGNMENT_BYTES`: BLAS picks other kernels for few rows, odd column counts and unaligned operands).
+`probe.py` checks on the running device that the schedules in use obey the order.
+
+Dtypes: a contract model has one operand dtype, float32 or bfloat16. Products are formed from operands of that dtype,
+accumulated in float32, and rounded once to it at the end of each operation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+CONTRACT_VERSION = 1
+KEY_BLOCK = 64
+"""Keys per online-softmax block, counted from absolute position 0."""
+CHUNK_KEYS = 512
+"""Keys per chunk. A chunk has its own (max, sum, acc); chunks are merged in ascending order."""
+VOCAB_TILE = 4096
+"""Vocabulary columns per log-sum-exp tile; tiles are merged in ascending order."""
+ROW_FLOOR = 8
+"""Rows of every GEMM are padded to a multiple of this."""
+COLUMN_FLOOR = 64
+"""Output columns of every GEMM are padded to a multiple of this."""
+ALIGNMENT_BYTES = 64
+"""GEMM operands start at a multiple of this; others are copied first."""
+
+OPERAND_DTYPES = (torch.float32, torch.bfloat16)
+
+_DEVICE_SCHEDULES = {"cpu": "cpu-e"}  # device type -> name; the suffix is the base of the attention exponent
+
+
+class ContractError(ValueError):
+    """Input or device that the contract cannot serve exactly. The message names the operation and the remedy."""
+
+
+def contract_id(device: torch.device | str, dtype: torch.dtype) -> str:
+    """Name of everything that decides bits, for manifests: equal ids on both sides are necessary for equal bits.
+
+    Returns e.g. ``chunk64/cpu-e/bfloat16/1``. Raises `ContractError` for a device or dtype without a contract.
+    """
+    device = torch.device(device)
+    schedule = _DEVICE_SCHEDULES.get(device.type)
+    if schedule is None:
+        raise ContractError(
+            f"numerics contract: no schedules for device type {device.type!r} (have: {', '.join(_DEVICE_SCHEDULES)}); "
+            "use device='cpu', or numerics='stock' on this device"
+        )
+    if dtype not in OPERAND_DTYPES:
+        raise ContractError(
+            f"numerics contract: dtype {dtype} is not covered on {device.type}; use torch.bfloat16 or torch.float32"
+        )
+    return f"chunk{KEY_BLOCK}/{schedule}/{str(dtype).removeprefix('torch.')}/{CONTRACT_VERSION}"
+
+
+def ceil_to(value: int, multiple: int) -> int:
+    """Smallest multiple of `multiple` that is >= value."""
+    return -(-value // multiple) * multiple
+
+
+def pad_dim0(x: Tensor, multiple: int) -> Tensor:
+    """`x` with zero rows appended so that its first size is a multiple of `multiple`; `x` itself when it already is."""
+    missing = -x.shape[0] % multiple
+    if missing == 0:
+        return x
+    return torch.cat([x, x.new_zeros(missing, *x.shape[1:])])
+
+
+def operand(x: Tensor) -> Tensor:
+    """`x` as a GEMM operand of the CPU reference: float32, contiguous and aligned."""
+    x = x.to(torch.float32).contiguous()
+    return x if x.data_ptr() % ALIGNMENT_BYTES == 0 else x.clone()
+
+
+def check_process(device: torch.device | str) -> None:
+    """Raise `ContractError` when a global setting of this process changes float32 arithmetic.
+
+    Two processes that are each consistent still disagree when only one of them lets the library compute float32
+    products by another kernel, or flushes denormals to zero.
+    """
+    if torch.device(device).type != "cpu":
+        return
+    precision = torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]
+    if precision not in ("none", "ieee"):
+        raise ContractError(
+            f"float32 matrix products may use {precision} in this process; call "
+            "torch.set_float32_matmul_precision('highest') and leave torch.backends.mkldnn.*.fp32_precision at 'none'"
+        )
+    if float(torch.tensor(1e-40) * torch.tensor(1.0)) == 0.0:
+        raise ContractError("denormals are flushed to zero in this process; call torch.set_flush_denormal(False)")
+
+
+@contextlib.contextmanager
+def exact_region(device_type: str) -> Iterator[None]:
+    """Autocast off: a contract op chooses every dtype itself, and an autocast around it would change them."""
+    if torch.is_autocast_enabled(device_type):
+        with torch.autocast(device_type=device_type, enabled=False):
+            yield
+    else:
+        yield

@@ -1,0 +1,310 @@
+"""Does this device, in this process, keep the contract? A few hundred comparisons of fp32 bit patterns at start-up.
+
+Vendor libraries promise nothing about rounding, and what holds on one chip, instruction set or thread count may not
+hold on the next. So every schedule in use is compared with its own row-alone run, at the model's shapes, odd row
+counts and this process's thread count against one thread (so that two processes that pass agree whatever their thread
+counts). The first differing bit raises `ContractError` with the name of the operation.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from verl_tim.numerics.activation import swiglu_inference
+from verl_tim.numerics.attention import attention_reference, paged_attention, varlen_attention
+from verl_tim.numerics.contract import (
+    COLUMN_FLOOR,
+    KEY_BLOCK,
+    ContractError,
+    ceil_to,
+    check_process,
+    contract_id,
+    exact_region,
+)
+from verl_tim.numerics.grouped_linear import Dispatch, dispatch, grouped_matmul
+from verl_tim.numerics.head import head_logits, log_probs_of, token_log_probs
+from verl_tim.numerics.linear import matmul_rows, row_blocks, use_row_blocks
+from verl_tim.numerics.moe import moe_inference, route_logits
+from verl_tim.numerics.norm import rms_norm_inference
+from verl_tim.numerics.paging import PagedBatch
+from verl_tim.numerics.rope import RopeTable, apply_rope
+from verl_tim.numerics.sampling import SamplingTensors, gumbel_noise, sample
+
+_ROWS = 136
+_ROW_COUNTS = (1, 2, 3, 5, 8, 9, 24, 40, 67, 130)
+_LARGE_WEIGHT = 1 << 22  # elements; larger weights are probed at fewer row counts, to keep start-up short
+
+
+@dataclass(frozen=True)
+class ProbeShapes:
+    """What a model uses. linears: (fused output sizes, inputs) of each distinct linear; moe: (experts, top_k, inner
+    size) or None; widths: last dimensions that RMSNorm reduces over."""
+
+    linears: tuple[tuple[tuple[int, ...], int], ...]
+    hidden_size: int
+    vocab_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    widths: tuple[int, ...]
+    intermediate_size: int
+    moe: tuple[int, int, int] | None = None
+
+
+@dataclass
+class ProbeReport:
+    """contract: the contract id that held; threads: thread counts tried; comparisons: op -> how many; seconds: run
+    time; row_blocks: whether the machine needs `linear.use_row_blocks`, which is then on."""
+
+    contract: str
+    threads: tuple[int, ...]
+    comparisons: dict[str, int] = field(default_factory=dict)
+    seconds: float = 0.0
+    row_blocks: bool = False
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+class _Probe:
+    def __init__(self, device: torch.device, dtype: torch.dtype, shapes: ProbeShapes, report: ProbeReport) -> None:
+        self.device, self.dtype, self.shapes, self.report = device, dtype, shapes, report
+        self.generator = torch.Generator(device="cpu").manual_seed(0)
+
+    def random(self, *size: int) -> Tensor:
+        return torch.randn(*size, generator=self.generator).to(self.device, self.dtype)
+
+    def expect(self, op: str, got: Tensor, want: Tensor, where: str) -> None:
+        self.report.comparisons[op] = self.report.comparisons.get(op, 0) + 1
+        if not torch.isfinite(want).all() and op != "head":
+            raise ContractError(f"probe: {op} gives non-finite values ({where}) on {self.device}")
+        differ = _bits(got) != _bits(want)
+        if bool(differ.any()):
+            raise ContractError(
+                f"probe: {op} is not exact on this {self.device.type}: {int(differ.sum())} of {differ.numel()} values "
+                f"differ ({where}, {torch.get_num_threads()} threads). Zero mismatch is impossible with this build of "
+                "torch on this machine; use numerics='stock', another torch build, or report the machine"
+            )
+
+    def rowwise(self, op: str, run: Callable[[Tensor], Tensor], x: Tensor, counts: tuple[int, ...]) -> None:
+        """`run` on all rows, on the first n, and on rows from an odd offset must give the same bits."""
+        with _threads(1):
+            want = run(x)
+        for threads in self.report.threads:
+            with _threads(threads):
+                self.expect(op, run(x), want, f"{x.shape[0]} rows")
+                for n in counts if threads == 1 else (counts[0], counts[-1]):
+                    offset = (n * 7) % (x.shape[0] - n) if n < x.shape[0] else 0
+                    part = slice(offset, offset + n)
+                    self.expect(op, run(x[part]), want[part], f"rows {offset}..{offset + n - 1} alone")
+
+    def linears(self) -> None:
+        for parts, inputs in self.shapes.linears:
+            outputs = sum(parts)
+            weight = torch.zeros(ceil_to(outputs, COLUMN_FLOOR), inputs, device=self.device)
+            weight[:outputs] = self.random(outputs, inputs).to(torch.float32)
+            large = weight.numel() > _LARGE_WEIGHT
+            counts = (1, 9) if large else _ROW_COUNTS
+            x = self.random(24 if large else _ROWS, inputs).to(torch.float32)
+            name = f"linear({outputs}, {inputs})"
+            self.rowwise(name, functools.partial(matmul_rows, weight_PK=weight), x, counts)
+            want, start = matmul_rows(x, weight), 0
+            for part in parts if len(parts) > 1 else ():
+                alone = torch.zeros(ceil_to(part, COLUMN_FLOOR), inputs, device=self.device)
+                alone[:part] = weight[start : start + part]
+                self.expect(name, matmul_rows(x, alone)[:, :part], want[:, start : start + part], "fused against alone")
+                start += part
+
+    def elementwise(self) -> None:
+        for width in self.shapes.widths:
+            weight = self.random(width)
+            run = functools.partial(rms_norm_inference, weight_D=weight, eps=1e-6)
+            self.rowwise("rms_norm", run, self.random(_ROWS, width), (1, 3))
+        for width in {self.shapes.intermediate_size, 37}:
+            both = self.random(_ROWS, 2 * width)
+            self.rowwise("swiglu", _swiglu_of_halves, both, (1, 2, 3, 9))
+        half = self.shapes.head_dim // 2
+        table = RopeTable([10000.0 ** (-i / half) for i in range(half)], 1.0, 4096, self.device)
+        q = self.random(_ROWS, self.shapes.num_heads, self.shapes.head_dim)
+        position = torch.arange(_ROWS, device=self.device) * 17
+        want = apply_rope(q, *table.at(position, 4096))
+        for row in (0, 1, 2, 77, _ROWS - 1):
+            cos, sin = table.at(position[row : row + 1], 4096)
+            self.expect("rope", apply_rope(q[row : row + 1], cos, sin), want[row : row + 1], f"row {row} alone")
+
+    def attention(self) -> None:
+        s = self.shapes
+        lengths = [1, 7, KEY_BLOCK - 1, KEY_BLOCK, KEY_BLOCK + 1, 3 * KEY_BLOCK + 5]
+        cu = torch.tensor([0, *lengths], device=self.device).cumsum(0)
+        rows, last = int(cu[-1]), cu[1:] - 1
+        q, k, v = (self.random(rows, h, s.head_dim) for h in (s.num_heads, s.num_kv_heads, s.num_kv_heads))
+        with _threads(1):
+            want = varlen_attention(q, k, v, cu)
+        for row in (0, 7, rows - 1):
+            start = int(cu[torch.searchsorted(cu, row, right=True) - 1])
+            keys = slice(start, row + 1)
+            self.expect("attention", attention_reference(q[row], k[keys], v[keys]), want[row], "against the reference")
+        for threads in self.report.threads:
+            with _threads(threads):
+                self.expect("attention", varlen_attention(q, k, v, cu), want, "packed")
+                for page_size in (1, 16):
+                    out = paged_attention(q[last], *_pages(k, v, lengths, page_size))
+                    self.expect("attention", out, want[last], f"decode, pages of {page_size}")
+
+    def head(self) -> None:
+        s = self.shapes
+        rows = 24 if s.vocab_size * s.hidden_size > _LARGE_WEIGHT else 72
+        hidden, weight = self.random(rows, s.hidden_size), self.random(s.vocab_size, s.hidden_size)
+        token = torch.randint(0, s.vocab_size, (rows,), generator=self.generator).to(self.device)
+        temperature = torch.full((rows,), 0.7, device=self.device)
+        with _threads(1):
+            want, _ = log_probs_of(head_logits(hidden, weight), token, temperature)
+        for threads in self.report.threads:
+            with _threads(threads):
+                got, _ = token_log_probs(hidden, weight, token, 0.7)
+                self.expect("head", got, want, "trainer against sampler")
+                logits = head_logits(hidden[5:6], weight)
+                got, _ = log_probs_of(logits, token[5:6], temperature[5:6])
+                self.expect("head", got, want[5:6], "one row alone")
+        logits = head_logits(hidden, weight)
+        drawn = sample(logits, _sampling(rows, 0, self.device))
+        one = sample(logits[5:6], _sampling(1, 5, self.device))
+        self.expect("sampling", one.token_B, drawn.token_B[5:6], "one row alone")
+        seed = torch.arange(3, device=self.device)
+        noise = gumbel_noise(seed, seed, s.vocab_size)
+        for columns in {s.vocab_size, min(s.vocab_size, 37)}:
+            got = gumbel_noise(seed[1:2], seed[1:2], columns)
+            self.expect("sampling", got, noise[1:2, :columns], f"noise of one row, {columns} columns")
+
+    def moe(self) -> None:
+        if self.shapes.moe is None:
+            return
+        experts, top_k, inner = self.shapes.moe
+        hidden = self.shapes.hidden_size
+        large = experts * hidden * inner > 4 * _LARGE_WEIGHT
+        router = torch.zeros(ceil_to(experts, COLUMN_FLOOR), hidden, device=self.device)
+        router[:experts] = self.random(experts, hidden).to(torch.float32)
+        gate_up = torch.zeros(experts, ceil_to(2 * inner, COLUMN_FLOOR), hidden, device=self.device)
+        gate_up[:, : 2 * inner] = self.random(experts, 2 * inner, hidden).to(torch.float32)
+        down = torch.zeros(experts, ceil_to(hidden, COLUMN_FLOOR), inner, device=self.device)
+        down[:, :hidden] = self.random(experts, hidden, inner).to(torch.float32)
+        x = self.random(40 if large else _ROWS, hidden)
+
+        def run(rows: Tensor) -> Tensor:
+            return moe_inference(rows, router, experts, gate_up, down, inner, top_k, True)
+
+        self.rowwise("moe", run, x, (1,) if large else (1, 3, 9, 40))
+        logits = matmul_rows(x.to(torch.float32), router)[:, :experts]
+        plan = dispatch(route_logits(logits, top_k, True).expert_TK, experts)
+        equal = ceil_to(max(b - a for a, b in zip(plan.starts, plan.starts[1:], strict=False)), 8)
+        batched = Dispatch(plan.row_TK, [equal * e for e in range(experts + 1)], equal, equal * experts)
+        single = Dispatch(plan.row_TK, batched.starts, None, batched.num_rows)
+        rows = self.random(batched.num_rows, hidden).to(torch.float32)
+        for threads in self.report.threads:
+            with _threads(threads):
+                got, want = grouped_matmul(rows, gate_up, batched), grouped_matmul(rows, gate_up, single)
+                self.expect("grouped_linear", got, want, "batched against one expert at a time")
+
+
+def _swiglu_of_halves(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return swiglu_inference(gate, up)
+
+
+def _bits(x: Tensor) -> Tensor:
+    x = x.contiguous()
+    return x.view({4: torch.int32, 2: torch.int16, 8: torch.int64}[x.element_size()])
+
+
+def _sampling(rows: int, first_seed: int, device: torch.device) -> SamplingTensors:
+    def full(value: float, dtype: torch.dtype) -> Tensor:
+        return torch.full((rows,), value, dtype=dtype, device=device)
+
+    seeds = torch.arange(first_seed, first_seed + rows, device=device)
+    return SamplingTensors(
+        full(0.9, torch.float32), full(-1, torch.int64), full(1.0, torch.float32), full(0.0, torch.float32), seeds,
+        full(11, torch.int64),
+    )  # fmt: skip
+
+
+def _pages(k: Tensor, v: Tensor, lengths: list[int], page_size: int) -> tuple[Tensor, Tensor, PagedBatch]:
+    """Packed keys and values laid out in pages, and the decode batch of every sequence's last row."""
+    device = k.device
+    table = torch.zeros(len(lengths), -(-max(lengths) // page_size), dtype=torch.int64)
+    slots, used = [], 1
+    for index, length in enumerate(lengths):
+        count = -(-length // page_size)
+        table[index, :count] = torch.arange(used, used + count).flip(0)
+        used += count
+        position = torch.arange(length)
+        slots.append(table[index, position // page_size] * page_size + position % page_size)
+    slot = torch.cat(slots).to(device)
+    pages = []
+    for rows in (k, v):
+        page = torch.zeros(used, page_size, *rows.shape[1:], dtype=rows.dtype, device=device)
+        page.view(-1, *rows.shape[1:])[slot] = rows
+        pages.append(page)
+    length_S = torch.tensor(lengths, device=device)
+    batch = PagedBatch(
+        torch.arange(len(lengths) + 1, device=device), length_S, table.to(device), slot[: len(lengths)], length_S - 1
+    )
+    return pages[0], pages[1], batch
+
+
+@torch.no_grad()
+def probe(
+    device: torch.device | str, dtype: torch.dtype, shapes: ProbeShapes, *, threads: tuple[int, ...] | None = None
+) -> ProbeReport:
+    """Check every contract schedule on this device in this process, at the model's shapes.
+
+    `threads`: thread counts to try beside one; by default that of this process. Returns a `ProbeReport`. Raises
+    `ContractError` naming the operation, the rows and the thread count of the first difference. Where one GEMM over
+    all rows is not exact, it switches this process to `linear.use_row_blocks` and checks that; nothing else changes:
+    the thread count is restored and no global random state is touched.
+    """
+    begin = time.perf_counter()
+    device = torch.device(device)
+    check_process(device)
+    try:
+        report = _run(device, dtype, shapes, threads)
+    except ContractError as first:
+        if device.type != "cpu" or row_blocks():
+            raise
+        # This machine's GEMM depends on the number of rows: take the schedule in which that number never changes.
+        use_row_blocks(True)
+        try:
+            report = _run(device, dtype, shapes, threads)
+        except ContractError as second:
+            use_row_blocks(False)
+            raise first from second
+    report.seconds = time.perf_counter() - begin
+    return report
+
+
+def _run(
+    device: torch.device, dtype: torch.dtype, shapes: ProbeShapes, threads: tuple[int, ...] | None
+) -> ProbeReport:
+    counts = (torch.get_num_threads(),) if threads is None else threads
+    report = ProbeReport(contract_id(device, dtype), tuple(sorted({1, *counts})), row_blocks=row_blocks())
+    checks = _Probe(device, dtype, shapes, report)
+    with exact_region(device.type):
+        checks.linears()
+        checks.elementwise()
+        checks.attention()
+        checks.moe()
+        checks.head()
+    return report
