@@ -1,0 +1,404 @@
+"""The engine: one thread, three verbs (add, step, update_weights) and what surrounds them.
+
+    engine = Engine(EngineConfig(model_path))
+    engine.add("a", prompt_ids, SamplingParams(max_tokens=64))
+    while engine.has_work():
+        for output in engine.step():
+            ...
+
+`async_engine.py` runs it in a thread of its own and hands out futures.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+import psutil
+import torch
+
+from verl_tim.engine.config import EngineConfig
+from verl_tim.engine.core import (
+    Request,
+    RequestOutput,
+    SamplingParams,
+    as_token_ids,
+    default_seed,
+)
+from verl_tim.engine.errors import EngineConfigError, EngineDeadError, EngineStateError, RequestError
+from verl_tim.engine.kv_cache import PagePool
+from verl_tim.engine.rows import RowTable
+from verl_tim.engine.runner import ModelRunner, RunnableModel
+from verl_tim.engine.scheduler import Scheduler
+from verl_tim.engine.stats import EngineStats
+from verl_tim.models import build_model, load_model_config
+from verl_tim.numerics.contract import contract_id
+
+logger = logging.getLogger(__name__)
+
+InFlight = Literal["keep", "abort"]
+
+
+class Engine:
+    """A rollout engine on one device; not thread-safe.
+
+    Args:
+        config: settings.
+        model: a model made elsewhere; None builds config.model_path's.
+
+    Raises:
+        EngineConfigError: settings that contradict each other or the model.
+    """
+
+    def __init__(self, config: EngineConfig, *, model: RunnableModel | None = None) -> None:
+        self.config = config
+        if model is None:
+            model = _build_model(config)
+        self._model = model
+        self._no_weights: str | None = (
+            None if config.load_weights else ("no weights were loaded (load_weights=false); call update_weights first")
+        )
+        if config.load_weights:
+            model.load_checkpoint(config.model_path)
+        self.max_model_len = self._context_length()
+        self.vocab_size = int(model.config.vocab_size)
+        self._eos_ids = _as_ids(model.config.eos_token_ids)
+        num_pages = self._num_pages()
+        self._stats = EngineStats(total_pages=num_pages, min_free_pages=num_pages)
+        self._rows = RowTable(config.max_num_seqs, self.max_model_len, config.page_size)
+        self._pool = PagePool(num_pages)
+        self._scheduler = Scheduler(
+            self._rows,
+            self._pool,
+            self._stats,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_prefill_chunk=config.max_prefill_chunk,
+            watermark=config.watermark,
+            enable_prefix_cache=config.enable_prefix_cache,
+        )
+        self._runner = ModelRunner(
+            model, self._rows, self._stats, num_pages=num_pages, max_num_batched_tokens=config.max_num_batched_tokens
+        )
+        self._runner.allocate_kv_cache()
+        self._weight_version = 0
+        self._scheduler.start_version(0)
+        self._arrivals = 0
+        self._failure: BaseException | None = None
+        logger.info("engine ready: %s", self.describe())
+
+    # Requests.
+
+    def add(self, request_id: str, prompt_ids: Any, params: SamplingParams | Mapping[str, Any] | None = None) -> None:
+        """Admit a request; it runs in the following steps.
+
+        Args:
+            prompt_ids: token ids, a flat list, NumPy array or tensor of integers.
+            params: sampling parameters, or a mapping of them.
+
+        Raises:
+            RequestError: the request can never be served as asked; nothing of it stays behind.
+            EngineDeadError: a step failed before.
+        """
+        self._check_alive()
+        if not isinstance(request_id, str) or not request_id:
+            raise RequestError(f"request_id={request_id!r}: expected a non-empty string")
+        try:
+            request = self._request(request_id, prompt_ids, params)
+        except RequestError as error:
+            raise RequestError(f"request {request_id}: {error}") from error
+        self._arrivals += 1
+        self._scheduler.add(request)
+
+    def _request(self, request_id: str, prompt_ids: Any, params: SamplingParams | Mapping[str, Any] | None) -> Request:
+        if request_id in self._scheduler:
+            raise RequestError(
+                "this request_id is still in flight; request ids must be unique among unfinished requests"
+            )
+        if params is None:
+            params = SamplingParams()
+        elif not isinstance(params, SamplingParams):
+            params = SamplingParams.from_mapping(params)
+        prompt = as_token_ids("prompt_ids", prompt_ids, self.vocab_size)
+        for token in params.stop_token_ids:
+            if token >= self.vocab_size:
+                raise RequestError(
+                    f"stop_token_ids has {token}, which the model's vocabulary of {self.vocab_size} tokens lacks"
+                )
+        if len(prompt) >= self.max_model_len:
+            raise RequestError(
+                f"the prompt has {len(prompt)} tokens and max_model_len={self.max_model_len} leaves no room for one "
+                "more; shorten the prompt or raise max_model_len"
+            )
+        room = self.max_model_len - len(prompt)
+        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        # The last drawn token never enters the KV cache.
+        pages = -(-(len(prompt) + max_tokens - 1) // self.config.page_size)
+        if pages > self._pool.num_pages:
+            raise RequestError(
+                f"a prompt of {len(prompt)} and max_tokens={max_tokens} need {pages} KV pages of "
+                f"{self.config.page_size} tokens, and the whole pool has {self._pool.num_pages}; raise kv_cache_tokens "
+                f"to at least {pages * self.config.page_size}, or lower max_tokens"
+            )
+        stops = params.stop_token_ids if params.ignore_eos else (*self._eos_ids, *params.stop_token_ids)
+        return Request(
+            request_id=request_id,
+            prompt_P=prompt,
+            params=params,
+            seed=default_seed(self.config.seed, request_id) if params.seed is None else params.seed,
+            max_total=len(prompt) + max_tokens,
+            stop_ids=tuple(dict.fromkeys(stops)),
+            arrival=self._arrivals,
+        )
+
+    def has_work(self) -> bool:
+        return self._scheduler.has_work()
+
+    def request_ids(self) -> list[str]:
+        """Ids of all unfinished requests, running ones first."""
+        return self._scheduler.request_ids()
+
+    def step(self) -> list[RequestOutput]:
+        """Run the model once over what the scheduler chose; the requests that ended in this step.
+
+        Raises:
+            EngineStateError: no weights, or the KV cache is released; nothing was changed.
+            Whatever the model raises. The step is then half done and cannot be told apart from a whole one, so the
+            engine is dead: every later call raises EngineDeadError.
+        """
+        self._check_alive()
+        if self._no_weights is not None:
+            raise EngineStateError(self._no_weights)
+        if not self._runner.has_kv_cache:
+            raise EngineStateError("the KV cache is released; call resume_kv_cache() first")
+        began = time.perf_counter()
+        try:
+            plan = self._scheduler.schedule()
+            if plan is None:
+                return []
+            scheduled = time.perf_counter()
+            drawn = self._runner.execute(plan)
+            ran = time.perf_counter()
+            outputs = self._scheduler.commit(plan, drawn, self._weight_version)
+        except BaseException as error:
+            self._failure = error
+            raise
+        self._stats.steps += 1
+        self._stats.schedule_seconds += scheduled - began
+        self._stats.post_seconds += time.perf_counter() - ran
+        return outputs
+
+    def abort(self, request_ids: Iterable[str] | str | None = None) -> list[RequestOutput]:
+        """End the named requests (None: all) with finish_reason "abort" and what they drew. Unknown ids are skipped."""
+        if request_ids is None:
+            request_ids = self._scheduler.request_ids()
+        elif isinstance(request_ids, str):
+            request_ids = [request_ids]
+        self._check_alive()
+        return self._scheduler.abort(dict.fromkeys(request_ids))
+
+    def _check_alive(self) -> None:
+        if self._failure is not None:
+            raise EngineDeadError(
+                f"a step failed before: {type(self._failure).__name__}: {self._failure}; make a new engine"
+            ) from self._failure
+
+    @property
+    def model(self) -> RunnableModel:
+        """The model that runs here; for diagnosis, between steps."""
+        return self._model
+
+    # Weights and memory.
+
+    @property
+    def weight_version(self) -> int:
+        return self._weight_version
+
+    @property
+    def no_weights(self) -> str | None:
+        """Why the engine cannot run for want of weights; None where it has them."""
+        return self._no_weights
+
+    @property
+    def has_kv_cache(self) -> bool:
+        return self._runner.has_kv_cache
+
+    def update_weights(
+        self, weights: Iterable[tuple[str, torch.Tensor]], version: int, *, in_flight: InFlight = "keep"
+    ) -> list[RequestOutput]:
+        """Load new weights, a stream of (Hugging Face name, tensor); tokens drawn from now on carry ``version``.
+
+        Each tensor is copied before the next one is asked for, so a sender may reuse its buffers.
+
+        No KV of the old weights is used again: the prefix cache is emptied, and under ``keep`` every running request is
+        recomputed with the new weights from its tokens. So each token's log-prob is exactly that of the version it
+        carries, for tokens drawn before and after.
+
+        Args:
+            in_flight: "keep" unfinished requests, or "abort" them.
+
+        Returns:
+            Outputs of aborted requests.
+
+        Raises:
+            Whatever the stream or the model raises (``models.WeightError`` names the tensor). The model is then in
+            between: the engine refuses to run until an update succeeds; unfinished requests stay.
+        """
+        if in_flight not in ("keep", "abort"):
+            raise ValueError(f"in_flight={in_flight!r}: expected 'keep' or 'abort'")
+        if isinstance(version, bool) or not isinstance(version, int):
+            raise ValueError(f"version={version!r}: expected an integer")
+        self._check_alive()
+        outputs = self.abort() if in_flight == "abort" else []
+        try:
+            self._model.load_weights(weights)
+        except BaseException as error:
+            self._no_weights = f"the last weight update failed ({type(error).__name__}: {error}); repeat update_weights"
+            raise
+        self._no_weights = None
+        self._weight_version = version
+        self._scheduler.start_version(version)
+        self._stats.weight_updates += 1
+        return outputs
+
+    def release_kv_cache(self) -> None:
+        """Free the KV tensors. Running requests wait and are recomputed after :meth:`resume_kv_cache`."""
+        self.clear_kv_cache()
+        self._runner.release_kv_cache()
+
+    def resume_kv_cache(self) -> None:
+        if not self._runner.has_kv_cache:
+            self._runner.allocate_kv_cache()
+
+    def clear_kv_cache(self) -> None:
+        """Forget all KV: the prefix cache is emptied, running requests are recomputed."""
+        self._scheduler.preempt_all()
+        self._pool.forget()
+
+    def release_weights(self) -> None:
+        """Free the weights; the engine runs again after :meth:`update_weights`."""
+        self.clear_kv_cache()
+        self._model.release_weights()
+        self._no_weights = "the weights are released; call update_weights first"
+
+    def weight_checksum(self) -> str:
+        """The model's checksum over all weights."""
+        if self._no_weights is not None:
+            raise EngineStateError(self._no_weights)
+        return self._model.weight_checksum()
+
+    # Reports.
+
+    def stats(self) -> EngineStats:
+        """Counters since the start, with the gauges of now. A live object: copy what is to be kept."""
+        stats = self._stats
+        stats.num_running = len(self._rows)
+        stats.num_waiting = len(self._scheduler.waiting)
+        stats.free_pages = self._pool.num_available
+        stats.cached_pages = self._pool.num_cached
+        stats.evicted_pages = self._pool.num_evicted
+        return stats
+
+    def describe(self) -> dict[str, Any]:
+        """What runs here, for a run's manifest: plain values only."""
+        model, config = self._model, self.config
+        contract = contract_id(model.device, model.dtype) if model.numerics == "contract" else None
+        return {
+            "model_path": config.model_path,
+            "architecture": getattr(model.config, "architecture", None),
+            "numerics": model.numerics,
+            "contract": contract,
+            "device": str(model.device),
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "kv_dtype": str(model.dtype).removeprefix("torch."),
+            "page_size": config.page_size,
+            "num_pages": self._pool.num_pages,
+            "kv_cache_tokens": self._pool.num_pages * config.page_size,
+            "kv_cache_bytes": (self._pool.num_pages + 1) * ModelRunner.page_bytes(model, config.page_size),
+            "max_num_seqs": config.max_num_seqs,
+            "max_num_batched_tokens": config.max_num_batched_tokens,
+            "max_prefill_chunk": config.max_prefill_chunk,
+            "max_model_len": self.max_model_len,
+            "enable_prefix_cache": config.enable_prefix_cache,
+            "watermark": config.watermark,
+            "seed": config.seed,
+            "eos_token_ids": list(self._eos_ids),
+            "weight_version": self._weight_version,
+            "torch": torch.__version__,
+            "threads": torch.get_num_threads(),
+        }
+
+    def audit(self) -> None:
+        """Check all accounting; an AssertionError names the rule that is broken."""
+        self._scheduler.audit()
+
+    # Sizes.
+
+    def _context_length(self) -> int:
+        longest = int(self._model.config.max_position_embeddings)
+        wanted = self.config.max_model_len
+        if wanted is None:
+            return longest
+        if wanted > longest:
+            raise EngineConfigError(
+                f"max_model_len={wanted} exceeds the model's max_position_embeddings={longest}; lower max_model_len"
+            )
+        if wanted < 2:
+            raise EngineConfigError(f"max_model_len={wanted} holds no prompt and response; raise it to at least 2")
+        return wanted
+
+    def _num_pages(self) -> int:
+        config = self.config
+        page_bytes = ModelRunner.page_bytes(self._model, config.page_size)
+        if config.kv_cache_tokens is not None:
+            return config.kv_cache_tokens // config.page_size
+        if config.kv_cache_bytes is not None:
+            pages, key = config.kv_cache_bytes // page_bytes - 1, "kv_cache_bytes"  # the null page takes one
+        else:
+            room = int(_free_bytes(self._model.device) * config.kv_memory_fraction)
+            most = config.max_num_seqs * -(-self.max_model_len // config.page_size)
+            pages, key = min(room // page_bytes - 1, most), "kv_memory_fraction"
+        if pages < 1:
+            raise EngineConfigError(
+                f"{key}={getattr(config, key)} leaves no room for a KV page of {page_bytes} bytes; raise {key}"
+            )
+        return int(pages)
+
+
+def _build_model(config: EngineConfig) -> RunnableModel:
+    model = build_model(
+        load_model_config(config.model_path),
+        dtype=getattr(torch, config.dtype),
+        device=_device(config.device),
+        numerics=config.numerics,
+    )
+    if config.numerics == "contract":
+        model.probe()  # refuses a machine or a process whose kernels do not keep the contract
+    return model
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except (RuntimeError, TypeError):
+        raise EngineConfigError(f"device={name!r}: expected 'cpu' or 'cuda' with an index") from None
+    if device.type not in ("cpu", "cuda"):
+        raise EngineConfigError(f"device={name!r}: expected 'cpu' or 'cuda' with an index")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise EngineConfigError(
+            f"device={name!r}: torch {torch.__version__} sees {torch.cuda.device_count()} GPUs; use device='cpu'"
+        )
+    return device
+
+
+def _as_ids(eos: int | Iterable[int] | None) -> tuple[int, ...]:
+    if eos is None:
+        return ()
+    return (int(eos),) if isinstance(eos, int) else tuple(int(token) for token in eos)
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return int(psutil.virtual_memory().available)

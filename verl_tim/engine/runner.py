@@ -1,0 +1,176 @@
+"""Runs a planned step: builds the batch, runs the model over it, draws from the logits of the rows that need them.
+
+The runner owns the KV tensors and the input buffers, which are made once. The model is whatever offers the attributes
+of :class:`RunnableModel`; `models.build_model` makes one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from verl_tim.engine.errors import EngineStateError
+from verl_tim.engine.rows import RowTable
+from verl_tim.engine.sampler import sampling_tensors
+from verl_tim.engine.scheduler import DrawnStep, StepPlan
+from verl_tim.engine.stats import EngineStats
+from verl_tim.numerics.attention import PagedBatch
+from verl_tim.numerics.contract import ROW_FLOOR
+from verl_tim.numerics.sampling import Sampled, SamplingTensors
+
+
+class RunnableModel(Protocol):
+    """What the engine needs of a model (`models.EngineModel` has it)."""
+
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def config(
+        self,
+    ) -> Any: ...  # vocab_size, num_layers, num_kv_heads, head_dim, max_position_embeddings, eos_token_ids
+    @property
+    def numerics(self) -> str: ...
+    def forward(
+        self, token_ids_T: torch.Tensor, paged: PagedBatch, k_pages_LPSHD: torch.Tensor, v_pages_LPSHD: torch.Tensor
+    ) -> torch.Tensor: ...
+    def logits(self, hidden_BD: torch.Tensor) -> torch.Tensor: ...
+    def sample(self, logits_BV: torch.Tensor, sampling: SamplingTensors) -> Sampled: ...
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None: ...
+    def load_checkpoint(self, path: str) -> None: ...
+    def release_weights(self) -> None: ...
+    def weight_checksum(self) -> str: ...
+
+
+class _Buffer:
+    """A host array that the runner fills anew in every step, seen as a tensor too."""
+
+    def __init__(self, *shape: int) -> None:
+        self.tensor = torch.zeros(shape, dtype=torch.int64)
+        self.array = self.tensor.numpy()
+
+
+class ModelRunner:
+    """Model, KV tensors and input buffers of one engine.
+
+    Args:
+        num_pages: pages that can be owned; the tensors hold one more, the null page 0.
+    """
+
+    def __init__(
+        self, model: RunnableModel, rows: RowTable, stats: EngineStats, *, num_pages: int, max_num_batched_tokens: int
+    ) -> None:
+        self.model = model
+        self._rows = rows
+        self._stats = stats
+        self._num_pages = num_pages
+        self._k_pages_LPSHD: torch.Tensor | None = None
+        self._v_pages_LPSHD: torch.Tensor | None = None
+        max_rows = -(-max_num_batched_tokens // ROW_FLOOR) * ROW_FLOOR
+        max_seqs, max_pages = rows.page_SM.shape
+        self._token_T, self._position_T, self._slot_T = _Buffer(max_rows), _Buffer(max_rows), _Buffer(max_rows)
+        self._query_start_S1, self._context_len_S = _Buffer(max_seqs + 1), _Buffer(max_seqs)
+        self._block_table_SM = _Buffer(max_seqs * max_pages)  # viewed as (sequences, pages) of the step, contiguous
+
+    @staticmethod
+    def page_bytes(model: RunnableModel, page_size: int) -> int:
+        """Bytes of one page: keys and values of all layers."""
+        config = model.config
+        elements = config.num_layers * page_size * config.num_kv_heads * config.head_dim
+        return 2 * elements * torch.empty(0, dtype=model.dtype).element_size()
+
+    @property
+    def has_kv_cache(self) -> bool:
+        return self._k_pages_LPSHD is not None
+
+    def allocate_kv_cache(self) -> None:
+        """Make the KV tensors, zeroed: a masked key contributes an exact zero only if it is finite."""
+        config = self.model.config
+        shape = (
+            config.num_layers,
+            self._num_pages + 1,
+            self._rows.page_size,
+            config.num_kv_heads,
+            config.head_dim,
+        )
+        self._k_pages_LPSHD = torch.zeros(shape, dtype=self.model.dtype, device=self.model.device)
+        self._v_pages_LPSHD = torch.zeros(shape, dtype=self.model.dtype, device=self.model.device)
+
+    def release_kv_cache(self) -> None:
+        self._k_pages_LPSHD = self._v_pages_LPSHD = None
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> DrawnStep | None:
+        """Run the step; what it drew, or None if no sequence of it reached its last known token."""
+        if self._k_pages_LPSHD is None or self._v_pages_LPSHD is None:
+            raise EngineStateError("the KV cache is released; call resume_kv_cache() first")
+        clock, stats, model = time.perf_counter, self._stats, self.model
+        began = clock()
+        token_ids_T, batch = self._build(plan)
+        built = clock()
+        hidden_TD = model.forward(token_ids_T, batch, self._k_pages_LPSHD, self._v_pages_LPSHD)
+        if not plan.draws_B.any():
+            stats.build_seconds += built - began
+            stats.forward_seconds += clock() - built
+            return None
+        last_B = torch.from_numpy(np.cumsum(plan.count_B)[plan.draws_B] - 1).to(hidden_TD.device)
+        logits_BV = model.logits(hidden_TD[last_B])
+        # One sequence's broken logits must not stop the others: it draws from zeros, and its log-prob says so.
+        broken_B = ~torch.isfinite(logits_BV.amax(dim=-1))
+        any_broken = bool(broken_B.any())
+        if any_broken:
+            logits_BV[broken_B] = 0.0
+        ran = clock()
+        sampled = model.sample(logits_BV, sampling_tensors(self._rows, plan.slots_B[plan.draws_B], logits_BV.device))
+        log_prob_B = sampled.log_prob_B.masked_fill(broken_B, torch.nan) if any_broken else sampled.log_prob_B
+        drawn = DrawnStep(
+            sampled.token_B.cpu().numpy(),
+            log_prob_B.cpu().numpy(),
+            sampled.kept_mass_B.cpu().numpy(),
+            sampled.top1_B.cpu().numpy(),
+        )
+        stats.build_seconds += built - began
+        stats.forward_seconds += ran - built
+        stats.sample_seconds += clock() - ran
+        return drawn
+
+    def _build(self, plan: StepPlan) -> tuple[torch.Tensor, PagedBatch]:
+        """The step's rows, padded to a multiple of ROW_FLOOR with rows that write to the null page."""
+        rows, page_size = self._rows, self._rows.page_size
+        slots_B, start_B, count_B = plan.slots_B, plan.start_B, plan.count_B
+        sequences = len(slots_B)
+        end_B = np.cumsum(count_B)
+        used = int(end_B[-1])
+        padded = -(-used // ROW_FLOOR) * ROW_FLOOR
+
+        token_T, position_T, slot_T = self._token_T.array, self._position_T.array, self._slot_T.array
+        if used == sequences:  # one row each, the common decode step
+            position, slots = start_B, slots_B
+        else:
+            position = np.arange(used) - np.repeat(end_B - count_B - start_B, count_B)
+            slots = np.repeat(slots_B, count_B)
+        token_T[:used] = rows.token_SL[slots, position]
+        position_T[:used] = position
+        slot_T[:used] = rows.page_SM[slots, position // page_size] * page_size + position % page_size
+        for array in (token_T, position_T, slot_T):
+            array[used:padded] = 0
+
+        self._query_start_S1.array[1 : sequences + 1] = end_B
+        np.add(start_B, count_B, out=self._context_len_S.array[:sequences])
+        pages = -(-int(self._context_len_S.array[:sequences].max()) // page_size)
+        block_table = self._block_table_SM.tensor[: sequences * pages].view(sequences, pages)
+        np.take(rows.page_SM[:, :pages], slots_B, axis=0, out=block_table.numpy(), mode="clip")
+
+        device = self.model.device
+        batch = PagedBatch(
+            query_start_S1=self._query_start_S1.tensor[: sequences + 1].to(device),
+            context_len_S=self._context_len_S.tensor[:sequences].to(device),
+            block_table_SM=block_table.to(device),
+            slot_T=self._slot_T.tensor[:padded].to(device),
+            position_T=self._position_T.tensor[:padded].to(device),
+        )
+        return self._token_T.tensor[:padded].to(device), batch

@@ -1,0 +1,328 @@
+"""Which sequences run in a step, and how many tokens of each.
+
+A step carries, within a budget of token rows: one row of every decoding sequence, then the next chunk of every sequence
+whose prompt is not yet computed, then first chunks of waiting requests, oldest first. Pages are taken as they are
+needed, not reserved for a response's full length. When they run out, the youngest sequence is preempted: its pages go,
+its drawn tokens and their log-probs stay, and it is recomputed from position 0 when there is room. Since arrival order
+is also the order of admission and the reverse order of preemption, the oldest request always makes progress, and no
+request can be starved.
+
+The work per step is a fixed number of array operations over the running sequences, plus a constant per admitted,
+finished or preempted one. The number of waiting requests does not enter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from verl_tim.engine.core import FinishReason, Request, RequestOutput, RequestState
+from verl_tim.engine.errors import RequestError
+from verl_tim.engine.kv_cache import PagePool
+from verl_tim.engine.prefix_cache import extend_keys, root_key
+from verl_tim.engine.rows import RowTable
+from verl_tim.engine.stats import EngineStats
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One step: for each of B sequences the slice of its tokens to run. Decoding sequences come first.
+
+    slots_B int64, start_B int64 (first position), count_B int64 (positions), draws_B bool (the slice ends at the last
+    known token, so the next one is drawn).
+    """
+
+    slots_B: np.ndarray
+    start_B: np.ndarray
+    count_B: np.ndarray
+    draws_B: np.ndarray
+
+
+@dataclass(frozen=True)
+class DrawnStep:
+    """What a step drew, for the sequences with ``plan.draws_B``, in the plan's order: NumPy arrays of length B."""
+
+    token_B: np.ndarray
+    log_prob_B: np.ndarray
+    kept_mass_B: np.ndarray
+    top1_B: np.ndarray
+
+
+class Scheduler:
+    """Owns the waiting requests; moves them into and out of the row table, and pages into and out of the pool."""
+
+    def __init__(
+        self,
+        rows: RowTable,
+        pool: PagePool,
+        stats: EngineStats,
+        *,
+        max_num_batched_tokens: int,
+        max_prefill_chunk: int | None,
+        watermark: float,
+        enable_prefix_cache: bool,
+    ) -> None:
+        self.rows = rows
+        self.pool = pool
+        self.stats = stats
+        self.waiting: OrderedDict[str, Request] = OrderedDict()  # in arrival order, preempted ones included
+        self._running: dict[str, int] = {}  # request id -> slot
+        self._token_budget = max_num_batched_tokens
+        self._chunk = max_prefill_chunk or max_num_batched_tokens
+        self._watermark_pages = math.ceil(watermark * pool.num_pages)
+        self._caching = enable_prefix_cache
+        self._root = root_key(-1)
+
+    # The verbs on requests.
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._running or request_id in self.waiting
+
+    def has_work(self) -> bool:
+        return bool(self._running or self.waiting)
+
+    def request_ids(self) -> list[str]:
+        return [*self._running, *self.waiting]
+
+    def add(self, request: Request) -> None:
+        assert request.request_id not in self
+        assert request.state is RequestState.WAITING
+        self.waiting[request.request_id] = request
+
+    def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
+        """End the named requests where they stand; what they drew is in their outputs. Unknown ids are skipped."""
+        outputs = []
+        slots = []
+        for request_id in request_ids:
+            if request_id in self.waiting:
+                outputs.append(self._finish(self.waiting.pop(request_id), "abort"))
+            elif request_id in self._running:
+                slots.append(self._running[request_id])
+        for request in self._unload(np.array(slots, np.int64)):
+            outputs.append(self._finish(request, "abort"))
+        return outputs
+
+    def preempt_all(self) -> None:
+        """Take the pages of every running sequence; all are recomputed later. Not counted as preemptions."""
+        self._send_back(self.rows.order)
+
+    def start_version(self, weight_version: int) -> None:
+        """New weights: no KV of the old ones stays in use. Running sequences are recomputed."""
+        self.preempt_all()
+        self.pool.forget()
+        self._root = root_key(weight_version)
+
+    # The two halves of a step.
+
+    def schedule(self) -> StepPlan | None:
+        """Choose the next step and give it its pages; None where there is nothing to do."""
+        slots, count = self._continue_running()
+        if self._caching:
+            computed = self.rows.num_computed_S[slots]
+            for index in np.flatnonzero(self.rows.num_tokens_S[slots] - computed > 1).tolist():
+                self._register(int(slots[index]), int(computed[index] + count[index]))
+        admitted = self._admit(self._token_budget - int(count.sum()))
+        if admitted:
+            slots = np.concatenate([slots, np.array([slot for slot, _ in admitted], np.int64)])
+            count = np.concatenate([count, np.array([tokens for _, tokens in admitted], np.int64)])
+        if len(slots) == 0:
+            assert not self.has_work(), "there is work, but no sequence can run"
+            return None
+        first = np.argsort(count > 1, kind="stable")
+        slots, count = slots[first], count[first]
+        start = self.rows.num_computed_S[slots]
+        draws = start + count == self.rows.num_tokens_S[slots]
+        self.stats.chunk_cuts += int((~draws).sum())
+        self.stats.min_free_pages = min(self.stats.min_free_pages, self.pool.num_available)
+        return StepPlan(slots, start, count, draws)
+
+    def commit(self, plan: StepPlan, drawn: DrawnStep | None, weight_version: int) -> list[RequestOutput]:
+        """Book a step that ran: what is computed, what was drawn, who is done."""
+        rows, stats = self.rows, self.stats
+        decoding = plan.draws_B & (plan.count_B == 1) & (plan.start_B >= rows.prompt_len_S[plan.slots_B])
+        stats.decode_tokens += int(decoding.sum())
+        stats.prefill_tokens += int(plan.count_B.sum() - decoding.sum())
+        rows.num_computed_S[plan.slots_B] += plan.count_B
+        if drawn is None:
+            return []
+        slots, token = plan.slots_B[plan.draws_B], drawn.token_B
+        finite = np.isfinite(drawn.log_prob_B)
+        outputs = []
+        if not finite.all():
+            for request in self._unload(slots[~finite]):
+                at = request.prompt_len + len(request.drawn)
+                error = RequestError(
+                    f"request {request.request_id}: the model's logits for position {at} are not finite; "
+                    "check the weights, or use dtype=float32"
+                )
+                outputs.append(self._finish(request, "error", error))
+            self.pool.forget()  # pages with such numbers in them must not be found again
+            slots, token = slots[finite], token[finite]
+            drawn = DrawnStep(token, drawn.log_prob_B[finite], drawn.kept_mass_B[finite], drawn.top1_B[finite])
+            if len(slots) == 0:
+                return outputs
+        rows.append(slots, token, drawn.log_prob_B, drawn.kept_mass_B, drawn.top1_B, weight_version)
+        stats.drawn_tokens += len(slots)
+        stopped = (rows.stop_SK[slots] == token[:, None]).any(axis=1)
+        done = stopped | (rows.num_tokens_S[slots] == rows.max_total_S[slots])
+        if done.any():
+            for request, stop in zip(self._unload(slots[done]), stopped[done].tolist(), strict=True):
+                outputs.append(self._finish(request, "stop" if stop else "length"))
+        return outputs
+
+    def audit(self) -> None:
+        """Check all accounting: rows, pages, queues.
+
+        Raises:
+            AssertionError: names the rule that is broken.
+        """
+        self.rows.audit()
+        self.pool.audit(self.rows.block_tables())
+        running = {request.request_id: slot for slot, request in enumerate(self.rows.requests) if request is not None}
+        assert running == self._running, "the index of running requests disagrees with the rows"
+        assert running.keys().isdisjoint(self.waiting), "a request waits and runs"
+        waiting = list(self.waiting.values())
+        assert all(request.state in (RequestState.WAITING, RequestState.PREEMPTED) for request in waiting)
+        arrivals = [request.arrival for request in waiting]
+        assert arrivals == sorted(set(arrivals)), "the queue is not in arrival order"
+        youngest = max((self.rows.requests[slot].arrival for slot in self._running.values()), default=-1)  # type: ignore[union-attr]
+        assert not arrivals or youngest < arrivals[0], "a request overtook an older one"
+
+    # Parts of schedule().
+
+    def _continue_running(self) -> tuple[np.ndarray, np.ndarray]:
+        """Slots and token counts of the running sequences that go on, which have their pages then."""
+        rows, pool = self.rows, self.pool
+        while True:
+            order = rows.order
+            left = rows.num_tokens_S[order] - rows.num_computed_S[order]
+            decode = left == 1
+            count = decode.astype(np.int64)
+            budget = self._token_budget - int(count.sum())
+            assert budget >= 0, "admission let in more sequences than the budget has rows"
+            for index in np.flatnonzero(~decode).tolist():
+                if budget == 0:
+                    break
+                count[index] = min(int(left[index]), budget, self._chunk)
+                budget -= int(count[index])
+            pages = -(-(rows.num_computed_S[order] + count) // rows.page_size)
+            need = np.maximum(pages - rows.num_pages_S[order], 0)
+            total = int(need.sum())
+            if total <= pool.num_available:
+                break
+            assert len(order) > 1, "admission let in a sequence that the pool cannot hold"
+            youngest = order[-1:]
+            self.stats.preemptions += 1
+            self.stats.preempted_tokens += int(rows.num_computed_S[youngest[0]])
+            self._send_back(youngest)[0].num_preempted += 1
+        if total:
+            rows.add_pages(order, need, pool.allocate(total))
+        runs = count > 0
+        if not runs.all():
+            order, count = order[runs], count[runs]
+        return order, count
+
+    def _admit(self, budget: int) -> list[tuple[int, int]]:
+        """Move waiting requests into rows, oldest first, until rows, budget or pages are short: (slot, tokens) each.
+
+        A sequence that was preempted in this step is first in the queue and does not come back in it: the pages it gave
+        up are needed by those it gave them to.
+        """
+        rows, pool = self.rows, self.pool
+        admitted = []
+        while self.waiting and budget > 0 and rows.has_free_slot:
+            request = next(iter(self.waiting.values()))
+            total = request.num_tokens
+            hits = self._hits(request, total) if self._caching else []
+            need = -(-total // rows.page_size) - len(hits)
+            # What stays free lets the sequences that run grow for a while; alone, a request needs no such reserve.
+            reserve = max(self._watermark_pages, len(rows)) if len(rows) else 0
+            if pool.num_available - pool.num_unowned(hits) - need < reserve:
+                break
+            del self.waiting[request.request_id]
+            pool.share(hits)
+            pages = np.concatenate([np.array(hits, np.int64), pool.allocate(need)])
+            cached = len(hits) * rows.page_size
+            if request.state is RequestState.WAITING:
+                request.num_cached_tokens = min(cached, request.prompt_len)
+            request.to(RequestState.RUNNING)
+            request.num_registered = len(hits)
+            slot = rows.load(request, pages, cached)
+            self._running[request.request_id] = slot
+            tokens = min(total - cached, budget, self._chunk)
+            budget -= tokens
+            admitted.append((slot, tokens))
+            if self._caching:
+                self.stats.prefix_queried_tokens += total
+                self.stats.prefix_hit_tokens += cached
+                # Known from now on, although computed only in this step: a layer writes the KV of all rows of a step
+                # before any row reads it, so that even requests of one step share.
+                self._register(slot, cached + tokens)
+        return admitted
+
+    # Taking sequences out.
+
+    def _send_back(self, slots_B: np.ndarray) -> list[Request]:
+        """Back to the head of the queue, with what they drew and without their pages."""
+        requests = self._unload(slots_B)
+        for request in reversed(requests):  # youngest first, so that the oldest ends in front
+            request.to(RequestState.PREEMPTED)
+            self.waiting[request.request_id] = request
+            self.waiting.move_to_end(request.request_id, last=False)
+        return requests
+
+    def _unload(self, slots_B: np.ndarray) -> list[Request]:
+        if len(slots_B) == 0:
+            return []
+        if self._caching:
+            for slot in slots_B.tolist():
+                self._register(slot, int(self.rows.num_computed_S[slot]))
+        requests = []
+        for request, pages in self.rows.unload(slots_B):
+            self.pool.release(pages)
+            del self._running[request.request_id]
+            requests.append(request)
+        return requests
+
+    def _finish(self, request: Request, reason: FinishReason, error: RequestError | None = None) -> RequestOutput:
+        request.finish(reason)
+        self.stats.finished[reason] += 1
+        return request.output(error)
+
+    # Prefix cache.
+
+    def _keys(self, request: Request) -> list[bytes]:
+        if request.page_root != self._root:
+            request.page_root = self._root
+            request.page_keys = []
+        return request.page_keys
+
+    def _hits(self, request: Request, total: int) -> list[int]:
+        """Known pages of a waiting request's beginning. Its last token is always computed: it draws the next one."""
+        keys = self._keys(request)
+        full = (total - 1) // self.rows.page_size
+        if len(keys) < full:
+            tokens = np.concatenate([request.prompt_P.astype(np.int32), request.drawn.token_N])
+            extend_keys(keys, self._root, tokens, self.rows.page_size, full)
+        return self.pool.lookup(keys[:full])
+
+    def _register(self, slot: int, computed: int) -> None:
+        """Tell the pool what the full pages of a running sequence hold, up to its first ``computed`` tokens."""
+        rows = self.rows
+        request = rows.requests[slot]
+        assert request is not None
+        full = computed // rows.page_size
+        if full <= request.num_registered:
+            return
+        keys = self._keys(request)
+        if len(keys) < full:
+            extend_keys(keys, self._root, rows.token_SL[slot], rows.page_size, full)
+        for page, key in zip(
+            rows.page_SM[slot, request.num_registered : full].tolist(), keys[request.num_registered : full], strict=True
+        ):
+            self.pool.register(page, key)
+        request.num_registered = full

@@ -1,0 +1,40 @@
+"""Counters of one engine: what it did, and where its host time went."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+
+
+@dataclass
+class EngineStats:
+    """Counters since the engine was made, and gauges of this moment. Times are seconds."""
+
+    steps: int = 0
+    prefill_tokens: int = 0  # rows of prompts, and of recomputed sequences
+    decode_tokens: int = 0  # rows that carried a sequence's last drawn token
+    drawn_tokens: int = 0
+    chunk_cuts: int = 0  # steps that left a sequence's prefill unfinished, summed over sequences
+    preemptions: int = 0
+    preempted_tokens: int = 0  # KV given up by preemption; all of it is recomputed or found in the prefix cache
+    prefix_queried_tokens: int = 0  # known tokens of admitted sequences (prefix cache on)
+    prefix_hit_tokens: int = 0  # of those, tokens whose KV was reused
+    evicted_pages: int = 0
+    finished: dict[str, int] = field(default_factory=lambda: {"stop": 0, "length": 0, "abort": 0, "error": 0})
+    weight_updates: int = 0
+
+    num_running: int = 0
+    num_waiting: int = 0
+    total_pages: int = 0
+    free_pages: int = 0  # available to allocate: free and cached
+    cached_pages: int = 0
+    min_free_pages: int = 0  # low-water mark
+
+    schedule_seconds: float = 0.0
+    build_seconds: float = 0.0
+    forward_seconds: float = 0.0
+    sample_seconds: float = 0.0
+    post_seconds: float = 0.0
+
+    def as_dict(self) -> dict[str, object]:
+        return dataclasses.asdict(self)
