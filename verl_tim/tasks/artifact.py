@@ -1,0 +1,115 @@
+"""Folders that are a function of their specification: made once, found again by content key, published atomically."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from verl_tim.tasks.errors import InputError
+
+DEFAULT_CACHE_DIR = Path("~/.cache/verl_tim")
+
+
+def content_key(spec: Mapping[str, Any]) -> str:
+    """Hex SHA-256 of the specification as canonical JSON: equal specifications, equal keys, whatever the order of
+    their items."""
+    return hashlib.sha256(json.dumps(spec, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def file_sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while block := stream.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def cached_folder(kind: str, label: str, spec: Mapping[str, Any], cache_dir: str | os.PathLike[str] | None) -> Path:
+    """Where the cache keeps the artifact: `<cache_dir>/<kind>/<label>-<first digits of the content key>`."""
+    base = Path(cache_dir if cache_dir is not None else DEFAULT_CACHE_DIR).expanduser()
+    return base / kind / f"{label}-{content_key(spec)[:12]}"
+
+
+def make_once(
+    folder: Path,
+    card_name: str,
+    spec: Mapping[str, Any],
+    build: Callable[[Path], Mapping[str, Any]],
+    *,
+    overwrite: bool = False,
+) -> Path:
+    """Make `folder` from `spec`, or reuse it when it was made from an equal one.
+
+    Args:
+        folder: final place.
+        card_name: JSON file in it that says what it is: `{"key", "spec", "files": {name: sha256}, ...}`.
+        build: fills an empty folder and returns what else the card shall say.
+        overwrite: replace a folder that was made from another specification.
+
+    The folder is filled under a temporary name beside its final place and renamed, so that no reader ever sees half
+    of it and an interrupted build leaves nothing behind that looks finished. Two builders at once: the first to
+    finish wins, both get it.
+
+    Raises:
+        InputError: the folder holds something else, or its files are not those it was published with.
+    """
+    folder = folder.expanduser().absolute()
+    key = content_key(spec)
+    if folder.exists() and _is_reusable(folder, card_name, key, overwrite=overwrite):
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        extra = build(work)
+        files = {
+            path.relative_to(work).as_posix(): file_sha256(path) for path in sorted(work.rglob("*")) if path.is_file()
+        }
+        card = {"key": key, "spec": dict(spec), **extra, "files": files}
+        (work / card_name).write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
+        work.chmod(0o755)  # mkdtemp makes it private; other users of a shared cache may read
+        if folder.exists() and not _is_reusable(folder, card_name, key, overwrite=overwrite):
+            shutil.rmtree(folder)  # only now: a failed build leaves the old one
+        try:
+            work.rename(folder)
+        except OSError:
+            if not (folder.exists() and _is_reusable(folder, card_name, key, overwrite=False)):
+                raise
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return folder
+
+
+def read_card(folder: Path, card_name: str) -> dict[str, Any]:
+    return json.loads((folder / card_name).read_text(encoding="utf-8"))
+
+
+def _is_reusable(folder: Path, card_name: str, key: str, *, overwrite: bool) -> bool:
+    if not (folder / card_name).is_file():
+        if folder.is_dir() and not any(folder.iterdir()):
+            return False
+        raise InputError(
+            f"{folder}: exists, and is not an artifact of verl-tim (no {card_name}); name another folder or remove it"
+        )
+    card = read_card(folder, card_name)
+    if card["key"] != key:
+        if overwrite:
+            return False
+        raise InputError(
+            f"{folder}: was made from other settings (see its {card_name}); name another folder or pass overwrite"
+        )
+    changed = [
+        name
+        for name, digest in card["files"].items()
+        if not (folder / name).is_file() or file_sha256(folder / name) != digest
+    ]
+    if changed:
+        raise InputError(
+            f"{folder}: {', '.join(changed)} changed since it was made; remove the folder to have it made again"
+        )
+    return True
