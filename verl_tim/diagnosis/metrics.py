@@ -1,0 +1,308 @@
+"""`tim/*`: how large the training-inference mismatch is, and whether it bends the objective.
+
+Notation: d = log p_old - log q (trainer under the batch's weights against rollout), r_corr = exp(d),
+r_train = exp(log p - log p_old), r_rollout = exp(log p - log q), A the advantage. Nats throughout. Source of the
+signals: "Diagnosing Training-Inference Mismatch in LLM Reinforcement Learning" (arXiv 2605.14220); conventions: docs of
+this package.
+
+Statistics are exact on the given batch. A merge over ranks starts from the same `ValidTokens`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from verl_tim.diagnosis.estimators import LOG_RATIO_BOUND, chi_square, k1, k2, k3, ratio_minus_one
+from verl_tim.diagnosis.routes import put_route_metrics
+from verl_tim.diagnosis.sink import MetricSink
+from verl_tim.diagnosis.stats import group_counts, group_sums, pearson, population_std, sorted_quantiles, spearman
+from verl_tim.diagnosis.tokens import ValidTokens, as_mask, finite_fp32
+
+DELTA_THRESHOLDS = (0.01, 0.1, 0.5, 1.0)  # nats
+BINS = 10
+MAX_TURNS = 32  # later turns share one bin, so that no batch can flood a tracker with keys
+MAX_VERSION_LAG = 8  # likewise
+
+
+def mismatch_metrics(
+    *,
+    old_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    response_mask: Tensor,
+    advantages: Tensor | None = None,
+    log_prob: Tensor | None = None,
+    rollout_top1: Tensor | None = None,
+    train_top1: Tensor | None = None,
+    rollout_routes: Tensor | None = None,
+    train_routes: Tensor | None = None,
+    clip_ratio_low: float = 0.2,
+    clip_ratio_high: float = 0.2,
+    bypass: bool = False,
+    kept_mask: Tensor | None = None,
+    weight_versions: Tensor | None = None,
+    current_version: int | None = None,
+    num_experts: int | None = None,
+) -> dict[str, float]:
+    """Mismatch metrics of one batch, as plain floats under `tim/`.
+
+    All tensors are (B, T) over response tokens unless said otherwise, any floating dtype for log-probs (up-cast before
+    anything is subtracted), on any device.
+
+    Args:
+        old_log_probs: log p_old, the trainer's log-probs under the weights that generated the batch.
+        rollout_log_probs: log q, as recorded when the token was drawn. NaN or infinite means missing; 0.0 is a value.
+        response_mask: 1 for response tokens the model produced; bool, int or float. Values elsewhere are never read.
+        advantages: A. Without it the metrics by advantage are left out.
+        log_prob: log p under the current weights; None means log p = log p_old, so r_train = 1, and the metrics of the
+            ratio the loss used (`ppo_k*`, `clipped_share_*`) are left out, since that ratio was not seen.
+        rollout_top1, train_top1: int ids of the most likely token on each side, -1 where not recorded.
+        rollout_routes, train_routes: (B, T, layers, k) int expert ids, -1 where none is recorded; both or neither.
+        clip_ratio_low, clip_ratio_high: PPO clips at 1 - low and 1 + high.
+        bypass: the loss uses r_rollout (true) or r_train (false); decides `ppo_k*` and `clipped_share_*` only.
+        kept_mask: 1 for tokens that survive rejection; gives `rejected_share_*`.
+        weight_versions, current_version: int version each token was drawn under, and the trainer's; gives the staleness
+            metrics.
+        num_experts: upper bound for expert ids.
+
+    Returns:
+        name -> value, never NaN or infinite: what has no value in this batch is left out. With no valid token only
+        `tim/valid_tokens` (0) and `tim/missing_tokens`. `seq_*`, `k*_seq` and `chi2_seq` are means over rows with a
+        valid token; `k*_seq` sums over a row's tokens, `k*_seq_mean` averages over them; every other mean is over
+        tokens.
+
+    Raises:
+        ValueError, TypeError: an argument that does not fit, by name. `RouteError` (a ValueError) for routes, with
+            sample, layer and position.
+    """
+    for name, value in (("clip_ratio_low", clip_ratio_low), ("clip_ratio_high", clip_ratio_high)):
+        if not (math.isfinite(value) and value >= 0):
+            raise ValueError(f"{name} must be a finite number >= 0, got {value}")
+    if (rollout_routes is None) != (train_routes is None):
+        missing = "rollout_routes" if rollout_routes is None else "train_routes"
+        raise ValueError(
+            f"{missing} is missing: routes recorded on one side only cannot be compared; record both or neither"
+        )
+    if rollout_top1 is not None and train_top1 is None:
+        raise ValueError("train_top1 is missing: the rollout's top-1 ids were given and need the trainer's beside them")
+    if (weight_versions is None) != (current_version is None):
+        raise ValueError("weight_versions and current_version belong together: give both or neither")
+
+    tokens = ValidTokens.select(old_log_probs, rollout_log_probs, response_mask)
+    sink = MetricSink(tokens.delta_N.device)
+    sink.put("valid_tokens", tokens.count)
+    sink.put("missing_tokens", tokens.missing)
+
+    # Checked before the early return, so that a wrong argument is not hidden by an empty batch.
+    advantage_N = (
+        None if advantages is None else tokens.gather("advantages", advantages, floating=True).to(torch.float64)
+    )
+    log_prob_N = None if log_prob is None else tokens.gather("log_prob", log_prob, floating=True).to(torch.float64)
+    kept_N = None
+    if kept_mask is not None:
+        kept_N = tokens.gather("kept_mask", as_mask(kept_mask, "kept_mask").to(torch.uint8), floating=False).bool()
+    top1 = None
+    if rollout_top1 is not None and train_top1 is not None:
+        top1 = tuple(
+            tokens.gather(name, ids, floating=False)
+            for name, ids in (("rollout_top1", rollout_top1), ("train_top1", train_top1))
+        )
+    version_N = None if weight_versions is None else tokens.gather("weight_versions", weight_versions, floating=False)
+    if rollout_routes is not None and train_routes is not None:
+        put_route_metrics(sink, tokens, rollout_routes, train_routes, num_experts)
+    if tokens.count == 0:
+        return sink.finish()
+
+    _put_delta(sink, tokens)
+    _put_sequences(sink, tokens)
+    _put_bins(sink, tokens)
+    _put_estimators(sink, tokens)
+    if top1 is not None:
+        _put_top1(sink, *top1)
+    if version_N is not None and current_version is not None:
+        _put_staleness(sink, tokens, version_N, current_version)
+
+    # log p falls back to log p_old for contributions and clipping; a token whose log p is not finite leaves both.
+    log_p_N = tokens.old_N if log_prob_N is None else log_prob_N
+    usable_N = finite_fp32(log_p_N)
+    if log_prob_N is not None:
+        sink.put("nonfinite_log_prob_tokens", (~usable_N).sum())
+        loss_log_ratio_N = (log_p_N - (tokens.rollout_N if bypass else tokens.old_N))[usable_N]
+        for name, estimate in (("ppo_k1", k1), ("ppo_k2", k2), ("ppo_k3", k3)):
+            sink.put_mean(name, estimate(loss_log_ratio_N))
+    if advantage_N is not None:
+        finite_N = finite_fp32(advantage_N)
+        sink.put("nonfinite_advantage_tokens", (~finite_N).sum())
+        _put_by_advantage(sink, tokens.delta_N[finite_N], advantage_N[finite_N])
+        if kept_N is not None:
+            _put_shares_by_sign(sink, "rejected_share", ~kept_N[finite_N], advantage_N[finite_N])
+        usable_N = usable_N & finite_N
+        _put_objective(
+            sink,
+            advantage_N=advantage_N[usable_N],
+            log_train_N=(log_p_N - tokens.old_N)[usable_N],
+            log_rollout_N=(log_p_N - tokens.rollout_N)[usable_N],
+            clip=(clip_ratio_low, clip_ratio_high),
+            loss_uses=None if log_prob_N is None else ("rollout" if bypass else "train"),
+        )
+    return sink.finish()
+
+
+def _put_delta(sink: MetricSink, tokens: ValidTokens) -> None:
+    """Size of d, token by token."""
+    delta_N = tokens.delta_N
+    size_N = delta_N.abs()
+    sorted_N = size_N.sort().values
+    sink.put_mean("delta_abs_mean", size_N)
+    for name, value in zip(("p50", "p95", "p99"), sorted_quantiles(sorted_N, (0.5, 0.95, 0.99)), strict=True):
+        sink.put(f"delta_abs_{name}", value)
+    sink.put("delta_abs_max", sorted_N[-1])
+    sink.put_mean("delta_mean", delta_N)
+    sink.put("delta_std", population_std(delta_N))
+    for threshold in DELTA_THRESHOLDS:
+        sink.put_mean(f"delta_gt_{threshold:g}", size_N > threshold)
+    ratio_N = ratio_minus_one(delta_N).sort().values
+    for name, value in zip(("p01", "p50", "p99"), sorted_quantiles(ratio_N, (0.01, 0.5, 0.99)), strict=True):
+        sink.put(f"ratio_{name}", value + 1.0)
+    sink.put_mean("exact_fraction", tokens.exact_N)
+    sink.put("clamped_tokens", (size_N > LOG_RATIO_BOUND).sum())
+
+
+def _row_sums(tokens: ValidTokens, values_N: Tensor) -> Tensor:
+    """Sums over the valid tokens of each row that has one: (rows with a valid token,)."""
+    counts_B = group_counts(tokens.row_N, tokens.shape[0])
+    return group_sums(tokens.row_N, values_N, tokens.shape[0])[counts_B > 0]
+
+
+def _put_sequences(sink: MetricSink, tokens: ValidTokens) -> None:
+    """What accumulates over a sequence, and how much of it cancels."""
+    accumulated_R = _row_sums(tokens, tokens.delta_N).abs()
+    travelled_R = _row_sums(tokens, tokens.delta_N.abs())
+    sorted_R = accumulated_R.sort().values
+    sink.put_mean("seq_delta_sum_abs_mean", accumulated_R)
+    sink.put("seq_delta_sum_p95", sorted_quantiles(sorted_R, (0.95,))[0])
+    sink.put("seq_delta_sum_max", sorted_R[-1])
+    moved_R = travelled_R > 0  # 0 / 0 where every d of the row is 0: no value
+    sink.put_mean("seq_delta_cancel", (accumulated_R[moved_R] / travelled_R[moved_R]).clamp_max(1.0))
+    sink.put("clamped_sequences", (accumulated_R > LOG_RATIO_BOUND).sum())
+
+
+def _put_bins(sink: MetricSink, tokens: ValidTokens) -> None:
+    """Mean |d| by place in the row, by length of the row and by turn."""
+    size_N = tokens.delta_N.abs()
+    bin_names = [str(i) for i in range(BINS)]
+
+    long_N = tokens.length_N >= BINS
+    place_N = (tokens.rank_N * BINS // tokens.length_N)[long_N]
+    sink.put_bins(
+        "delta_abs_mean_by_position", bin_names, group_sums(place_N, size_N[long_N], BINS), group_counts(place_N, BINS)
+    )
+    # Tenths of the width, half-open; a row that fills the width belongs to the last.
+    length_N = (tokens.length_N * BINS // tokens.shape[1]).clamp_max(BINS - 1)
+    sink.put_bins(
+        "delta_abs_mean_by_length", bin_names, group_sums(length_N, size_N, BINS), group_counts(length_N, BINS)
+    )
+
+    turns = int(tokens.turn_N.max())
+    if turns > 1:
+        turn_N = tokens.turn_N.clamp_max(MAX_TURNS + 1) - 1
+        names = [str(i + 1) for i in range(min(turns, MAX_TURNS))] + [f"{MAX_TURNS + 1}_up"] * (turns > MAX_TURNS)
+        sink.put_bins(
+            "delta_abs_mean_by_turn", names, group_sums(turn_N, size_N, len(names)), group_counts(turn_N, len(names))
+        )
+
+
+def _put_estimators(sink: MetricSink, tokens: ValidTokens) -> None:
+    """K1, K2, K3 and chi-square of r_corr: means over tokens, and over rows of a row's sum (`_seq`) or mean."""
+    delta_N = tokens.delta_N
+    k1_N, k3_N = k1(delta_N), k3(delta_N)
+    sink.put_mean("k1", k1_N)
+    sink.put_mean("k2", k2(delta_N))
+    sink.put_mean("k3", k3_N)
+    sink.put_mean("chi2_token", chi_square(delta_N))
+    sink.put_mean("chi2_seq", chi_square(_row_sums(tokens, delta_N)))
+    tokens_R = _row_sums(tokens, torch.ones_like(delta_N))
+    for name, values_N in (("k1", k1_N), ("k3", k3_N)):
+        sums_R = _row_sums(tokens, values_N)
+        sink.put_mean(f"{name}_seq", sums_R)
+        sink.put_mean(f"{name}_seq_mean", sums_R / tokens_R)
+
+
+def _put_top1(sink: MetricSink, rollout_N: Tensor, train_N: Tensor) -> None:
+    """Share of tokens, among those recorded on both sides, where the most likely token differs."""
+    for name, ids_N in (("rollout_top1", rollout_N), ("train_top1", train_N)):
+        if bool((ids_N < -1).any()):
+            raise ValueError(f"{name} holds token ids below -1; -1 alone marks a token that was not recorded")
+    recorded_N = (rollout_N >= 0) & (train_N >= 0)
+    sink.put("top1_tokens", recorded_N.sum())
+    sink.put_mean("top1_flip_rate", rollout_N != train_N, recorded_N)
+
+
+def _put_staleness(sink: MetricSink, tokens: ValidTokens, version_N: Tensor, current_version: int) -> None:
+    """Age of the weights each token was drawn under, in versions."""
+    lag_N = current_version - version_N.to(torch.int64)
+    if bool((lag_N < 0).any()):
+        newest = int(version_N.max())
+        raise ValueError(f"weight_versions holds version {newest}, newer than current_version {current_version}")
+    sink.put_mean("staleness_mean", lag_N)
+    sink.put("staleness_max", lag_N.max())
+    rows = tokens.shape[0]
+    low_B = torch.full((rows,), torch.iinfo(torch.int64).max, device=lag_N.device)
+    low_B.scatter_reduce_(0, tokens.row_N, lag_N, "amin")
+    high_B = torch.full((rows,), -1, device=lag_N.device).scatter_reduce_(0, tokens.row_N, lag_N, "amax")
+    sink.put("mixed_version_rows", (high_B > low_B).sum())
+    lag_N = lag_N.clamp_max(MAX_VERSION_LAG)
+    names = [str(i) for i in range(MAX_VERSION_LAG)] + [f"{MAX_VERSION_LAG}_up"]
+    size_N = tokens.delta_N.abs()
+    sink.put_bins(
+        "delta_abs_mean_by_version_lag", names, group_sums(lag_N, size_N, len(names)), group_counts(lag_N, len(names))
+    )
+
+
+def _put_by_advantage(sink: MetricSink, delta_N: Tensor, advantage_N: Tensor) -> None:
+    """Does d know the advantage?"""
+    for name, correlation in (("pearson", pearson(delta_N, advantage_N)), ("spearman", spearman(delta_N, advantage_N))):
+        if correlation is not None:
+            sink.put(f"delta_adv_{name}", correlation)
+    for name, sign_N in (("pos", advantage_N > 0), ("zero", advantage_N == 0), ("neg", advantage_N < 0)):
+        sink.put_mean(f"token_share_{name}_adv", sign_N)
+        if name != "zero":
+            sink.put_mean(f"delta_mean_{name}_adv", delta_N, sign_N)
+
+
+def _put_shares_by_sign(sink: MetricSink, stem: str, hit_N: Tensor, advantage_N: Tensor) -> None:
+    for name, sign_N in (("pos", advantage_N > 0), ("neg", advantage_N < 0)):
+        sink.put_mean(f"{stem}_{name}_adv", hit_N, sign_N)
+
+
+def _put_objective(
+    sink: MetricSink,
+    *,
+    advantage_N: Tensor,
+    log_train_N: Tensor,
+    log_rollout_N: Tensor,
+    clip: tuple[float, float],
+    loss_uses: str | None,
+) -> None:
+    """Loss contributions C(r) = -(r - 1) A by sign of A, and which tokens PPO's clip binds for, under both ratios."""
+    low, high = clip
+    clipped: dict[str, Tensor] = {}
+    contributions: dict[str, list[Tensor]] = {}
+    signs = {"pos": advantage_N > 0, "neg": advantage_N < 0}
+    for side, log_ratio_N in (("train", log_train_N), ("rollout", log_rollout_N)):
+        excess_N = ratio_minus_one(log_ratio_N)
+        contribution_N = -excess_N * advantage_N
+        contributions[side] = [contribution_N[sign_N] for sign_N in signs.values()]
+        for sign, values_N in zip(signs, contributions[side], strict=True):
+            sink.put_mean(f"contribution_{sign}_{side}", values_N)
+        clipped[side] = (signs["pos"] & (excess_N > high)) | (signs["neg"] & (excess_N < -low))
+    if all(values_N.numel() for values_N in contributions["train"]):
+        train, rollout = (sum(values_N.mean() for values_N in contributions[side]) for side in ("train", "rollout"))
+        sink.put("contribution_skew", rollout - train)
+    sink.put_mean("clip_mismatch_only", clipped["rollout"] & ~clipped["train"])
+    sink.put_mean("clip_masked_by_mismatch", clipped["train"] & ~clipped["rollout"])
+    sink.put_mean("clip_both", clipped["train"] & clipped["rollout"])
+    if loss_uses is not None:
+        _put_shares_by_sign(sink, "clipped_share", clipped[loss_uses], advantage_N)

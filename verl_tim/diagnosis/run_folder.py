@@ -1,0 +1,378 @@
+"""One folder per run: `config.yaml` (resolved), `manifest.json`, `metrics.jsonl`, `samples.jsonl`.
+
+`metrics.jsonl` is what verl's `file` logger writes: a line `{"step": n, "data": {name: value}}` per logged step
+(verl 0.9.1, utils/tracking.py, FileLogger).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from verl_tim.diagnosis.manifest import MANIFEST_NAME, Manifest, flatten
+
+CONFIG_NAME = "config.yaml"
+METRICS_NAME = "metrics.jsonl"
+SAMPLES_NAME = "samples.jsonl"
+RUN_FILES = (CONFIG_NAME, MANIFEST_NAME, METRICS_NAME, SAMPLES_NAME)
+
+# Keys that a resumed run may change and still be the same run.
+RESUMABLE_KEYS = frozenset(
+    {
+        "trainer.resume_mode",
+        "trainer.resume_from_path",
+        "trainer.total_training_steps",
+        "trainer.total_epochs",
+        "trainer.val_before_train",
+        "trainer.test_freq",
+        "trainer.save_freq",
+        "trainer.max_actor_ckpt_to_keep",
+        "trainer.max_critic_ckpt_to_keep",
+        "trainer.logger",
+    }
+)
+
+
+class RunFolderError(ValueError):
+    """A run folder that cannot be used as asked; the message says what to change."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """Metrics logged for one step.
+
+    Attributes:
+        data: finite numbers.
+        nonfinite: names whose value was NaN or infinite (verl's file logger writes both as null). Text values are left
+            out.
+    """
+
+    step: int
+    data: dict[str, float]
+    nonfinite: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class MetricLog:
+    """A run's metrics, one record per step, ascending.
+
+    Attributes:
+        records: a step logged twice (validation at the end; a resumed run that repeats steps) is merged, later values
+            win.
+        torn: the last line was cut off in the middle of a write and is not included.
+    """
+
+    records: list[Record]
+    torn: bool = False
+
+    @property
+    def steps(self) -> list[int]:
+        return [record.step for record in self.records]
+
+    def names(self) -> list[str]:
+        """Every metric name, sorted."""
+        return sorted(set().union(*(record.data.keys() for record in self.records)))
+
+    def series(self, name: str) -> tuple[list[int], list[float]]:
+        """Steps and values where the metric was logged; empty lists for a metric that never was."""
+        points = [(record.step, record.data[name]) for record in self.records if name in record.data]
+        return [step for step, _ in points], [value for _, value in points]
+
+    def nonfinite(self) -> dict[str, list[int]]:
+        """Metric name -> steps at which its value was not finite."""
+        steps: dict[str, list[int]] = {}
+        for record in self.records:
+            for name in record.nonfinite:
+                steps.setdefault(name, []).append(record.step)
+        return steps
+
+    @classmethod
+    def merged(cls, records: Iterable[Record], torn: bool = False) -> MetricLog:
+        """From records in the order they were written."""
+        by_step: dict[int, dict[str, float | None]] = {}
+        for record in records:
+            by_step.setdefault(record.step, {}).update({**record.data, **dict.fromkeys(record.nonfinite)})
+        merged = []
+        for step, values in sorted(by_step.items()):
+            data = {name: value for name, value in values.items() if value is not None}
+            merged.append(Record(step, data, tuple(name for name, value in values.items() if value is None)))
+        return cls(merged, torn)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One prompt with the model's response, as a line of `samples.jsonl`.
+
+    Attributes:
+        step: training step; 0 is before training.
+        prompt, response: text.
+        reward: the verifier's score.
+        uid: names the problem (data set index, say), so that runs can be set side by side; prompts are matched without
+            it.
+        split: "train" or "validation".
+        ground_truth: the expected answer, if the task has one.
+        extra: anything else.
+    """
+
+    step: int
+    prompt: str
+    response: str
+    reward: float | None = None
+    uid: str | None = None
+    split: str = "train"
+    ground_truth: str | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+def read_json_lines(path: Path) -> tuple[list[tuple[int, dict[str, Any]]], bool]:
+    """(line number, object) of every line, and whether the last line is torn.
+
+    A torn line is one without its newline that is no complete JSON object: a writer was stopped or is still writing. It
+    is left out.
+
+    Raises:
+        RunFolderError: any other line that is not a JSON object; the message names file and line.
+    """
+    entries: list[tuple[int, dict[str, Any]]] = []
+    content = path.read_bytes()
+    lines = content.split(b"\n")
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        unfinished = number == len(lines)  # split() leaves an empty last part after a final newline
+        try:
+            entry = json.loads(line)
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            if unfinished:
+                return entries, True
+            raise RunFolderError(f"{path}:{number} is not JSON ({error}): the file is corrupt") from error
+        if not isinstance(entry, dict):
+            if unfinished:
+                return entries, True
+            raise RunFolderError(f"{path}:{number} must be a JSON object, got {type(entry).__name__}")
+        entries.append((number, entry))
+    return entries, False
+
+
+def read_metrics_file(path: Path) -> tuple[list[Record], bool]:
+    """Records of one metrics file in the order written, and whether its last line is torn.
+
+    Raises:
+        RunFolderError: a corrupt line, or one that is not `{"step": int, "data": {...}}`.
+    """
+    records = []
+    entries, torn = read_json_lines(path)
+    for number, entry in entries:
+        step, data = entry.get("step"), entry.get("data")
+        if not isinstance(step, int) or isinstance(step, bool) or not isinstance(data, dict):
+            raise RunFolderError(f'{path}:{number} is not a metrics line: expected {{"step": n, "data": {{...}}}}')
+        numbers = {name: value for name, value in data.items() if value is None or isinstance(value, (int, float))}
+        finite = {name: float(value) for name, value in numbers.items() if value is not None and math.isfinite(value)}
+        records.append(Record(step, finite, tuple(name for name in numbers if name not in finite)))
+    return records, torn
+
+
+def read_jsonl_metrics(folder: Path) -> MetricLog | None:
+    """The log from `metrics.jsonl` and its earlier parts `metrics.1.jsonl`, ...; None when there is none."""
+    paths = [*_earlier_parts(folder, METRICS_NAME), *(p for p in (folder / METRICS_NAME,) if p.exists())]
+    if not paths:
+        return None
+    records: list[Record] = []
+    torn = False
+    for path in paths:
+        part, torn = read_metrics_file(path)
+        records += part
+    return MetricLog.merged(records, torn)
+
+
+# Where a folder's metrics may come from, in order of preference. A reader returns None when the folder has nothing for
+# it; other trackers' formats (tensorboard events, say) join here.
+METRIC_READERS: list[Callable[[Path], MetricLog | None]] = [read_jsonl_metrics]
+
+
+class RunFolder:
+    """Reader of a run folder; `create` makes one."""
+
+    def __init__(self, path: str | Path) -> None:
+        """
+        Raises:
+            RunFolderError: no such folder, or one that holds no run.
+        """
+        self.path = Path(path).expanduser().absolute()
+        if not self.path.is_dir():
+            what = "is a file, not a folder" if self.path.exists() else "does not exist"
+            raise RunFolderError(f"run folder {self.path} {what}")
+        if not holds_run(self.path):
+            raise RunFolderError(
+                f"{self.path} holds no run (none of {', '.join(RUN_FILES)}): give the folder that tim.run_dir named"
+            )
+
+    @classmethod
+    def create(cls, path: str | Path, config: Mapping[str, Any], *, resume: bool = False) -> RunFolder:
+        """Claim a folder for a run and write its resolved config.
+
+        Args:
+            path: `tim.run_dir`. Other files in it (Hydra's log, checkpoints) are left alone.
+            config: resolved, plain (mappings, lists, scalars).
+            resume: the run continues what the folder holds. Its config must then be the folder's, up to
+                `RESUMABLE_KEYS`; earlier config, manifest and metrics are kept under a number, since verl's file logger
+                truncates.
+        Raises:
+            RunFolderError: the folder holds another run; names the key and the remedy.
+        """
+        path = Path(path).expanduser().absolute()
+        if path.exists() and not path.is_dir():
+            raise RunFolderError(f"tim.run_dir={path} is a file: give a folder that does not exist yet")
+        path.mkdir(parents=True, exist_ok=True)
+        plain = json.loads(json.dumps(config, default=str))
+        if holds_run(path):
+            if not resume:
+                raise RunFolderError(
+                    f"tim.run_dir={path} already holds a run ({describe_run(path)}): choose another tim.run_dir, "
+                    "or delete that folder if the run is not needed"
+                )
+            _check_same_run(path, plain)
+            _set_aside(path)
+        text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=120)
+        try:
+            # Exclusive: of two runs started at once on one folder, one gets it.
+            with open(path / CONFIG_NAME, "x", encoding="utf-8") as file:
+                file.write(text)
+        except FileExistsError as error:
+            raise RunFolderError(
+                f"tim.run_dir={path} was taken by another run just now: choose another tim.run_dir"
+            ) from error
+        return cls(path)
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    def config(self) -> dict[str, Any] | None:
+        """The resolved config, or None if the folder has none.
+
+        Raises:
+            RunFolderError: not readable as a YAML mapping.
+        """
+        file = self.path / CONFIG_NAME
+        if not file.exists():
+            return None
+        try:
+            content = yaml.safe_load(file.read_text(encoding="utf-8"))
+        except yaml.YAMLError as error:
+            raise RunFolderError(f"{file} is not YAML: {error}") from error
+        if not isinstance(content, dict):
+            raise RunFolderError(f"{file} must hold a mapping, got {type(content).__name__}")
+        return content
+
+    def manifest(self) -> Manifest | None:
+        """The manifest, or None if the folder has none (the run ended before its processes could be asked)."""
+        file = self.path / MANIFEST_NAME
+        return Manifest.read(file) if file.exists() else None
+
+    def metrics(self) -> MetricLog:
+        """The logged metrics.
+
+        Raises:
+            RunFolderError: none logged, or a corrupt file.
+        """
+        for read in METRIC_READERS:
+            log = read(self.path)
+            if log is not None:
+                return log
+        raise RunFolderError(
+            f"{self.path} has no {METRICS_NAME}: the run logged nothing. trainer.logger must list 'file' and "
+            f"VERL_FILE_LOGGER_PATH must be {self.path / METRICS_NAME} (ray_kwargs.ray_init.runtime_env.env_vars)"
+        )
+
+    def samples(self) -> list[Sample]:
+        """Samples in the order written; empty if none were kept. A torn last line is left out.
+
+        Raises:
+            RunFolderError: a corrupt line, or one without step, prompt and response.
+        """
+        file = self.path / SAMPLES_NAME
+        if not file.exists():
+            return []
+        known = {f.name for f in dataclasses.fields(Sample)} - {"extra"}
+        samples = []
+        for number, entry in read_json_lines(file)[0]:
+            missing = [key for key in ("step", "prompt", "response") if key not in entry]
+            if missing:
+                raise RunFolderError(f"{file}:{number} lacks {', '.join(missing)}")
+            own = {key: value for key, value in entry.items() if key in known}
+            extra = {key: value for key, value in entry.items() if key not in known and key != "extra"}
+            samples.append(Sample(**own, extra={**entry.get("extra", {}), **extra}))
+        return samples
+
+    def add_samples(self, samples: Iterable[Sample]) -> None:
+        """Append samples, one line each, in one write."""
+        lines = "".join(json.dumps(dataclasses.asdict(sample), ensure_ascii=False) + "\n" for sample in samples)
+        with open(self.path / SAMPLES_NAME, "a", encoding="utf-8") as file:
+            file.write(lines)
+
+
+def holds_run(path: Path) -> bool:
+    """Does the folder hold any of a run's files?"""
+    return any((path / name).exists() for name in RUN_FILES)
+
+
+def describe_run(path: Path) -> str:
+    """A few words about the run in a folder, for messages; tolerant of whatever is broken in it."""
+    words = [name for name in RUN_FILES if (path / name).exists()]
+    try:
+        log = read_jsonl_metrics(path)
+    except RunFolderError:
+        return ", ".join(words)
+    if log is not None and log.steps:
+        words.append(f"last step {log.steps[-1]}")
+    return ", ".join(words)
+
+
+def _earlier_parts(folder: Path, name: str) -> list[Path]:
+    """`metrics.1.jsonl`, `metrics.2.jsonl`, ... in order."""
+    stem, suffix = name.rsplit(".", 1)
+    pattern = re.compile(rf"{re.escape(stem)}\.(\d+)\.{suffix}")
+    parts = [(int(match.group(1)), path) for path in folder.iterdir() if (match := pattern.fullmatch(path.name))]
+    return [path for _, path in sorted(parts)]
+
+
+def _set_aside(path: Path) -> None:
+    """Number the files that a resumed run writes anew."""
+    names = (CONFIG_NAME, MANIFEST_NAME, METRICS_NAME)
+    taken = [int(part.name.split(".")[-2]) for name in names for part in _earlier_parts(path, name)]
+    number = max(taken, default=0) + 1
+    for name in names:
+        if (path / name).exists():
+            stem, suffix = name.rsplit(".", 1)
+            os.replace(path / name, path / f"{stem}.{number}.{suffix}")
+
+
+def _check_same_run(path: Path, config: dict[str, Any]) -> None:
+    if not (path / CONFIG_NAME).exists():
+        raise RunFolderError(
+            f"tim.run_dir={path} holds a run without {CONFIG_NAME} ({describe_run(path)}), so "
+            "whether it is the same run cannot be checked: choose another tim.run_dir"
+        )
+    before, now = flatten(RunFolder(path).config() or {}), flatten(config)
+    changed = [key for key in _all_keys(before, now) if before.get(key) != now.get(key) and key not in RESUMABLE_KEYS]
+    if changed:
+        shown = "; ".join(f"{key}: {before.get(key)!r} then, {now.get(key)!r} now" for key in changed[:5])
+        more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""
+        raise RunFolderError(
+            f"tim.run_dir={path} holds another run ({describe_run(path)}); it differs in {shown}{more}. "
+            "Choose another tim.run_dir, or resume with the config of that run"
+        )
+
+
+def _all_keys(*flats: Mapping[str, Any]) -> Iterator[str]:
+    yield from dict.fromkeys(key for flat in flats for key in flat)

@@ -1,0 +1,1 @@
+"""The page's Jinja templates; a package, so that they are installed with the wheel."""

@@ -1,0 +1,139 @@
+"""The valid response tokens of a batch, flattened: the one place where masks, missing values and precision are decided.
+
+Every metric family reads a `ValidTokens`; whatever later merges over ranks (sums, maxima, quantile sketches) is built
+from it too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+FIELDS_2D = "(batch, response tokens)"
+
+
+def as_mask(mask_BT: Tensor, name: str = "response_mask") -> Tensor:
+    """(B, T) bool from a bool, int or float mask.
+
+    Raises:
+        ValueError: an entry other than 0 and 1 (a weight is not a mask).
+    """
+    if mask_BT.dtype == torch.bool:
+        return mask_BT
+    mask_bool_BT = mask_BT != 0
+    if not bool(((mask_BT == 1) == mask_bool_BT).all()):
+        raise ValueError(f"{name} must hold only 0 and 1, but has other values: pass the mask itself, not weights")
+    return mask_bool_BT
+
+
+def check_field(name: str, x: Tensor, shape: torch.Size, *, floating: bool) -> None:
+    """Raise ValueError (TypeError for a non-tensor) unless `x` is dense, of `shape` and of the right kind of dtype."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    if x.is_nested:
+        raise ValueError(f"{name} is a nested tensor: pad it to {FIELDS_2D} first and give a response_mask")
+    if x.shape != shape:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}, expected {tuple(shape)} like old_log_probs {FIELDS_2D}")
+    if floating and not x.dtype.is_floating_point:
+        raise ValueError(f"{name} must be a floating-point tensor, got {x.dtype}")
+    if not floating and (x.dtype.is_floating_point or x.dtype.is_complex):
+        raise ValueError(f"{name} must be an integer tensor, got {x.dtype}")
+
+
+def finite_fp32(x: Tensor) -> Tensor:
+    """Elementwise: finite when taken as fp32 (the width in which log-probs are recorded)."""
+    return torch.isfinite(x.to(torch.float32))
+
+
+@dataclass(frozen=True)
+class ValidTokens:
+    """Tokens with mask 1 and both log-probs finite, in row-major order. N of them.
+
+    Attributes:
+        shape: (B, T) of the batch.
+        valid_BT: (B, T) bool, the tokens below.
+        missing: tokens with mask 1 that are not valid.
+        old_N, rollout_N: float64 log-probs in nats; bf16, fp16 and fp32 inputs are up-cast, so their difference is
+            exact or rounded once.
+        delta_N: float64, d = log p_old - log q.
+        exact_N: bool, fp32 bit patterns agree.
+        row_N: int64 row of each token.
+        rank_N: int64, 0-based place of the token among its row's tokens with mask 1.
+        length_N: int64, number of tokens with mask 1 in the token's row.
+        turn_N: int64, 1-based: the run of consecutive mask-1 tokens that holds the token. Tool output and user turns
+            inside a response are masked out, so each run is one turn of the model.
+    """
+
+    shape: torch.Size
+    valid_BT: Tensor
+    missing: int
+    old_N: Tensor
+    rollout_N: Tensor
+    delta_N: Tensor
+    exact_N: Tensor
+    row_N: Tensor
+    rank_N: Tensor
+    length_N: Tensor
+    turn_N: Tensor
+
+    @classmethod
+    def select(cls, old_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor) -> ValidTokens:
+        """Flatten a batch. Values at masked positions are never read into any statistic.
+
+        Raises:
+            ValueError: shapes, dtypes or mask values that do not fit; the message names the argument.
+        """
+        if not isinstance(old_log_probs, Tensor):
+            raise TypeError(f"old_log_probs must be a torch.Tensor, got {type(old_log_probs).__name__}")
+        if old_log_probs.is_nested or old_log_probs.dim() != 2:
+            raise ValueError(f"old_log_probs must be a dense {FIELDS_2D} tensor, got {old_log_probs.dim()} dimensions")
+        shape = old_log_probs.shape
+        check_field("old_log_probs", old_log_probs, shape, floating=True)
+        check_field("rollout_log_probs", rollout_log_probs, shape, floating=True)
+        if not isinstance(response_mask, Tensor):
+            raise TypeError(f"response_mask must be a torch.Tensor, got {type(response_mask).__name__}")
+        if response_mask.shape != shape:
+            raise ValueError(f"response_mask has shape {tuple(response_mask.shape)}, expected {tuple(shape)}")
+        device = old_log_probs.device
+        old_log_probs = old_log_probs.detach()
+        rollout_log_probs = rollout_log_probs.detach().to(device)
+        mask_BT = as_mask(response_mask.to(device))
+
+        old_fp32_BT = old_log_probs.to(torch.float32)
+        rollout_fp32_BT = rollout_log_probs.to(torch.float32)
+        valid_BT = mask_BT & torch.isfinite(old_fp32_BT) & torch.isfinite(rollout_fp32_BT)
+
+        rank_BT = mask_BT.to(torch.int64).cumsum(1) - 1
+        starts_BT = mask_BT.clone()
+        starts_BT[:, 1:] &= ~mask_BT[:, :-1]
+        turn_BT = starts_BT.to(torch.int64).cumsum(1)
+        length_BT = mask_BT.sum(1, keepdim=True).expand(shape)
+        row_BT = torch.arange(shape[0], device=device).unsqueeze(1).expand(shape)
+
+        old_N = old_log_probs[valid_BT].to(torch.float64)
+        rollout_N = rollout_log_probs[valid_BT].to(torch.float64)
+        return cls(
+            shape=shape,
+            valid_BT=valid_BT,
+            missing=int((mask_BT & ~valid_BT).sum()),
+            old_N=old_N,
+            rollout_N=rollout_N,
+            delta_N=old_N - rollout_N,
+            exact_N=old_fp32_BT[valid_BT].view(torch.int32) == rollout_fp32_BT[valid_BT].view(torch.int32),
+            row_N=row_BT[valid_BT],
+            rank_N=rank_BT[valid_BT],
+            length_N=length_BT[valid_BT],
+            turn_N=turn_BT[valid_BT],
+        )
+
+    @property
+    def count(self) -> int:
+        """N, the number of valid tokens."""
+        return self.delta_N.numel()
+
+    def gather(self, name: str, x_BT: Tensor, *, floating: bool) -> Tensor:
+        """The valid tokens' entries of another (B, T) field, checked, on the batch's device: (N,)."""
+        check_field(name, x_BT, self.shape, floating=floating)
+        return x_BT.detach().to(self.valid_BT.device)[self.valid_BT]

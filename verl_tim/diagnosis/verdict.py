@@ -1,0 +1,293 @@
+"""What a comparison shows, in sentences computed from the data: nothing is said that no number of the runs says."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+from typing import TYPE_CHECKING, Literal
+
+from verl_tim.diagnosis.curves import DELTA_MAX, DELTA_MEAN, EXACT_FRACTION, PROBS_MAX, REWARD, first_logged
+from verl_tim.diagnosis.formats import count, listed, percent, short
+from verl_tim.diagnosis.run_folder import MetricLog
+
+if TYPE_CHECKING:
+    from verl_tim.diagnosis.compare import Run
+
+SMALL_MODEL = 100_000_000  # parameters; below it a mismatch is not expected to reach the reward within a short run
+MIN_SHARED_STEPS = 6
+# Two-sided 95 % points of Student's t by degrees of freedom.
+STUDENT_T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
+
+
+@dataclass(frozen=True)
+class Exactness:
+    """How a run's rollout log-probs stand to the trainer's.
+
+    Attributes:
+        kind: "exact" (every compared log-prob agrees), "mismatch", or "unmeasured".
+        steps: steps that logged it.
+        tokens: tokens compared over those steps, if logged.
+        missing: tokens without a usable log-prob on one side, if logged.
+        exact_fraction: share of all compared tokens that agree bit for bit, if logged.
+        delta_mean, delta_max: mean over tokens and largest |d| in nats, if logged.
+        first_step: the first step with a difference.
+        bits: bit patterns were compared, not only differences.
+    """
+
+    kind: Literal["exact", "mismatch", "unmeasured"]
+    steps: int = 0
+    tokens: int | None = None
+    missing: int = 0
+    exact_fraction: float | None = None
+    delta_mean: float | None = None
+    delta_max: float | None = None
+    first_step: int | None = None
+    bits: bool = False
+
+
+def exactness(log: MetricLog) -> Exactness:
+    """Read a run's exactness from its `tim/*` metrics."""
+    fraction = dict(zip(*log.series(EXACT_FRACTION[0]), strict=True))
+    largest = dict(zip(*log.series(DELTA_MAX[0]), strict=True))
+    means = dict(zip(*log.series(DELTA_MEAN[0]), strict=True))
+    steps = sorted(fraction.keys() | largest.keys())
+    if not steps:
+        return Exactness("unmeasured")
+    tokens = dict(zip(*log.series("tim/valid_tokens"), strict=True))
+    weighted = all(step in tokens for step in steps)
+    weight = {step: tokens[step] if weighted else 1.0 for step in steps}
+    broken = [step for step in steps if fraction.get(step, 1.0) != 1.0 or largest.get(step, 0.0) != 0.0]
+
+    def mean_over_tokens(values: dict[int, float]) -> float | None:
+        total = sum(weight[step] for step in values)
+        return sum(value * weight[step] for step, value in values.items()) / total if total else None
+
+    return Exactness(
+        kind="mismatch" if broken else "exact",
+        steps=len(steps),
+        tokens=int(sum(weight.values())) if weighted else None,
+        missing=int(sum(log.series("tim/missing_tokens")[1])),
+        exact_fraction=mean_over_tokens(fraction),
+        delta_mean=mean_over_tokens({step: value for step, value in means.items() if step in weight}),
+        delta_max=max(largest.values(), default=None),
+        first_step=broken[0] if broken else None,
+        bits=len(fraction) == len(steps),
+    )
+
+
+@dataclass(frozen=True)
+class RewardComparison:
+    """How the rewards of several runs end, over the last steps that all of them have.
+
+    Attributes:
+        kind: "equal" (no pair differs by more than step-to-step noise), "identical" (the same at every shared step),
+            "apart", "too_short", or "missing" (some run logged no reward).
+        shared: number of shared steps; `window` of them, the last, are compared.
+        ends: run -> mean over the window.
+        gap: largest difference of two means; `noise`: the half-width of its 95 % interval from paired steps.
+    """
+
+    kind: Literal["equal", "identical", "apart", "too_short", "missing"]
+    shared: int = 0
+    window: int = 0
+    ends: dict[str, float] | None = None
+    gap: float = 0.0
+    noise: float = 0.0
+
+
+def compare_rewards(logs: dict[str, MetricLog]) -> RewardComparison:
+    """Compare how rewards end, paired by step, since runs of one seed see the same problems in one order."""
+    name = first_logged(REWARD, list(logs.values()))
+    curves = {run: dict(zip(*log.series(name), strict=True)) if name else {} for run, log in logs.items()}
+    if not all(curves.values()):
+        return RewardComparison("missing")
+    shared = sorted(set.intersection(*(set(curve) for curve in curves.values())))
+    if len(shared) < MIN_SHARED_STEPS:
+        return RewardComparison("too_short", len(shared))
+    window = shared[-max(3, min(10, len(shared) // 3)) :]
+    ends = {run: fmean(curve[step] for step in window) for run, curve in curves.items()}
+    high, low = max(ends, key=lambda run: ends[run]), min(ends, key=lambda run: ends[run])
+    if all(len({curve[step] for curve in curves.values()}) == 1 for step in shared):
+        return RewardComparison("identical", len(shared), len(window), ends)
+    paired = [curves[high][step] - curves[low][step] for step in window]
+    noise = STUDENT_T[len(window) - 2] * stdev(paired) / math.sqrt(len(window))
+    gap = ends[high] - ends[low]
+    return RewardComparison("apart" if gap > noise else "equal", len(shared), len(window), ends, gap, noise)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`lead`: one sentence. `notes`: what qualifies it. `alerts`: what is wrong."""
+
+    lead: str
+    notes: list[str]
+    alerts: list[str]
+
+
+def judge(runs: Sequence[Run], differences: int) -> Verdict:
+    """Say what the runs show.
+
+    Args:
+        runs: at least one, with distinct names.
+        differences: how many settings differ besides the rollout.
+    """
+    states = {run.name: exactness(run.log) for run in runs}
+    alerts = [
+        f"{run.name} should be exact (rollout {run.rollout}, trainer contract) and is not: its log-probs differ "
+        f"from the trainer's from step {states[run.name].first_step} on."
+        for run in runs
+        if run.rollout == "vexact" and run.trainer_numerics == "contract" and states[run.name].kind == "mismatch"
+    ]
+    notes = []
+    for run in runs:
+        missing = states[run.name].missing
+        if missing:
+            notes.append(
+                f"{run.name}: {missing:,} response tokens had no usable log-prob on one side and are in no statistic."
+            )
+        nonfinite = run.log.nonfinite()
+        # A correlation that has no value is left out by this package; verl itself logs such values as NaN.
+        if nonfinite:
+            worst = max(nonfinite, key=lambda name: len(nonfinite[name]))
+            more = f" and {len(nonfinite) - 1} other metrics" if len(nonfinite) > 1 else ""
+            notes.append(
+                f"{run.name}: {worst} was not finite at {len(nonfinite[worst])} of {len(run.log.records)} logged "
+                f"steps{more}; those points are left out."
+            )
+        if run.log.torn:
+            notes.append(f"{run.name}: the last line of its metrics is cut off; the run was stopped or is still going.")
+    if len(runs) == 1:
+        return Verdict(_one_run(runs[0], states[runs[0].name]), notes, alerts)
+    rewards = compare_rewards({run.name: run.log for run in runs})
+    if differences:
+        settings = "1 other setting" if differences == 1 else f"{differences} other settings"
+        notes.insert(
+            0, f"The runs differ in {settings} besides the rollout, so a difference is not the rollout's alone."
+        )
+    elif rewards.kind == "apart":
+        notes.insert(
+            0,
+            f"The gap of {short(rewards.gap)} is above the step-to-step noise of ±{short(rewards.noise)}; runs with "
+            "other seeds would tell whether it is the rollout or chance.",
+        )
+    lengths = {run.name: run.steps for run in runs}
+    if len(set(lengths.values())) > 1:
+        told = listed([f"{name} {steps}" for name, steps in lengths.items()])
+        notes.append(
+            f"The runs have different lengths (steps: {told}); rewards are compared over the {rewards.shared} shared."
+        )
+    return Verdict(f"{_rewards(runs, rewards)}; {_mismatches(states, rewards)}.", notes, alerts)
+
+
+def _size(runs: Sequence[Run]) -> int | None:
+    """Parameters of the largest model, if every run tells."""
+    sizes = [run.manifest.parameters if run.manifest else None for run in runs]
+    known = [size for size in sizes if size is not None]
+    return max(known) if len(known) == len(runs) else None
+
+
+def _rewards(runs: Sequence[Run], rewards: RewardComparison) -> str:
+    if rewards.kind == "missing":
+        return "Rewards cannot be compared, since not every run logged one"
+    if rewards.kind == "too_short":
+        return f"With {rewards.shared} shared step{'s' * (rewards.shared != 1)} it is too early to compare rewards"
+    assert rewards.ends is not None
+    ends = rewards.ends
+    if rewards.kind == "apart":
+        ordered = sorted(ends, key=lambda name: -ends[name])
+        told = listed([f"{name} {short(ends[name])}" for name in ordered])
+        return f"Rewards end apart ({told}, over the last {rewards.window} shared steps)"
+    if rewards.kind == "identical":
+        said = f"Rewards are identical at all {rewards.shared} shared steps"
+    else:
+        said = f"Rewards end equal within noise ({listed([short(end) for end in ends.values()])})"
+    size = _size(runs)
+    if size is not None and size < SMALL_MODEL:
+        return f"{said}, as is expected at this size ({count(size)} parameters, {rewards.shared} steps)"
+    return f"{said} after {rewards.shared} shared steps"
+
+
+def _mismatches(states: dict[str, Exactness], rewards: RewardComparison) -> str:
+    exact = [name for name, state in states.items() if state.kind == "exact"]
+    apart = {name: state for name, state in states.items() if state.kind == "mismatch"}
+    unmeasured = [name for name, state in states.items() if state.kind == "unmeasured"]
+    silent = f"{listed(unmeasured)} logged no mismatch metrics (tim/*)" if unmeasured else ""
+    if not exact and not apart:
+        return "no run logged mismatch metrics (tim/*)"
+    parts = []
+    if exact:
+        parts.append(
+            f"{listed(exact)} equal{'s' * (len(exact) == 1)} the trainer {_how_exact([states[n] for n in exact])}"
+        )
+    if len(apart) <= 2:
+        parts += [f"{name} {_how_far(state)}" for name, state in apart.items()]
+    else:
+        sizes = [
+            f"{name} {short(state.delta_mean)} (largest {short(state.delta_max)})" for name, state in apart.items()
+        ]
+        parts.append(f"mean |d| in nats is {listed(sizes)}")
+    told = ", while ".join(parts) if len(parts) == 2 else listed(parts)
+    if exact and apart:
+        where = "the mismatch shows in the log-probs" if rewards.kind in ("equal", "identical") else "in the log-probs"
+        told = f"{where}, {told}" if where.startswith("in") else f"{where}: {told}"
+    elif exact and not unmeasured:
+        told += ", so there is no mismatch to see"
+    elif len(apart) == 2 and not unmeasured:
+        told += _ratio(apart)
+    return f"{told}; {silent}" if silent else told
+
+
+def _how_exact(states: Sequence[Exactness]) -> str:
+    how = "bit for bit" if all(state.bits for state in states) else "with |d| = 0"
+    tokens = [state.tokens for state in states if state.tokens is not None]
+    if len(tokens) == len(states):
+        return f"{how} on all {sum(tokens):,} tokens"
+    steps = sum(state.steps for state in states)
+    return f"{how} at all {steps} measured steps"
+
+
+def _how_far(state: Exactness) -> str:
+    parts = []
+    if state.delta_mean is not None:
+        parts.append(f"by {short(state.delta_mean)} nats on average")
+    if state.delta_max is not None:
+        parts.append(f"by up to {short(state.delta_max)}" + (" nats" if not parts else ""))
+    size = " and ".join(parts)
+    if state.exact_fraction is None:
+        return f"differs {size}".rstrip()
+    return f"differs on {percent(1 - state.exact_fraction)} of its tokens{', ' * bool(size)}{size}"
+
+
+def _ratio(apart: dict[str, Exactness]) -> str:
+    (low, low_state), (high, high_state) = sorted(apart.items(), key=lambda item: item[1].delta_mean or 0.0)
+    if not low_state.delta_mean or not high_state.delta_mean:
+        return ""
+    factor = high_state.delta_mean / low_state.delta_mean
+    return f" ({high}'s mean |d| is {short(factor, 2)} times {low}'s)" if factor >= 1.1 else " (much the same mean |d|)"
+
+
+def _one_run(run: Run, state: Exactness) -> str:
+    name = first_logged(REWARD, [run.log])
+    values = run.log.series(name)[1] if name else []
+    if len(values) >= MIN_SHARED_STEPS:
+        window = max(3, min(10, len(values) // 3))
+        first, last = fmean(values[:window]), fmean(values[-window:])
+        moved = last - first
+        spread = math.sqrt((stdev(values[:window]) ** 2 + stdev(values[-window:]) ** 2) / window)
+        verb = "rises" if moved > 2 * spread else "falls" if -moved > 2 * spread else "stays level"
+        said = f"Reward {verb} from {short(first)} to {short(last)} over {run.steps} steps"
+    elif values:
+        said = f"Reward is {short(values[-1])} after {len(values)} step{'s' * (len(values) != 1)}"
+    else:
+        said = "No reward was logged"
+    if state.kind == "unmeasured":
+        largest = run.log.series(PROBS_MAX[0])[1]
+        if largest:
+            reach = short(max(largest))
+            return f"{said}; no tim/* metrics were logged, and verl's own probability difference reaches {reach}."
+        return f"{said}; no mismatch metrics (tim/*) were logged."
+    if state.kind == "exact":
+        return f"{said}; the rollout equals the trainer {_how_exact([state])}."
+    return f"{said}; the rollout {_how_far(state)}."
