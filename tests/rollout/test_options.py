@@ -1,0 +1,91 @@
+"""verl's rollout config: what is read, and what is refused by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from verl_tim.rollout.options import local_model_folder, rollout_options
+from verl_tim.training.config import ConfigError
+
+
+def config(**changes):
+    base = {
+        "name": "vexact",
+        "dtype": "bfloat16",
+        "prompt_length": 40,
+        "response_length": 60,
+        "max_model_len": None,
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 256,
+        "seed": 7,
+        "load_format": "dummy",
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "engine_kwargs": {"vllm": {"anything": 1}},
+    }
+    return {**base, **changes}
+
+
+def options(context=128, **changes):
+    return rollout_options(config(**changes), model_path="/model", max_position_embeddings=context, device="cpu")
+
+
+def test_verls_keys_reach_the_engine():
+    read = options(engine_kwargs={"vexact": {"page_size": 8, "kv_cache_tokens": 512, "num_threads": 2}})
+    engine = read.engine
+    assert (engine.numerics, engine.dtype, engine.seed, engine.max_num_seqs) == ("contract", "bfloat16", 7, 16)
+    assert (engine.page_size, engine.kv_cache_tokens, engine.max_num_batched_tokens) == (8, 512, 256)
+    assert engine.max_model_len == read.max_model_len == 100
+    assert not engine.load_weights
+    assert read.num_threads == 2
+    assert options(load_format="auto").engine.load_weights
+    assert options(name="stock").engine.numerics == "stock"
+
+
+def test_options_of_another_rollout_are_not_read():
+    assert options(engine_kwargs={"stock": {"page_size": 4}}).engine.page_size == 16
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"engine_kwargs": {"vexact": {"page_sise": 8}}}, r"engine_kwargs\.vexact\.page_sise.*did you mean page_size"),
+        ({"engine_kwargs": {"vexact": {"attn_impl": "fa3"}}}, r"attn_impl.*Known: page_size"),
+        ({"engine_kwargs": {"vexact": {"numerics": "stock"}}}, r"engine_kwargs\.vexact\.numerics"),
+        ({"engine_kwargs": {"vexact": {"page_size": 0}}}, "page_size=0"),
+        ({"engine_kwargs": {"vexact": {"num_threads": 0}}}, "num_threads=0"),
+        ({"engine_kwargs": {"vexact": 5}}, r"engine_kwargs\.vexact=5"),
+        ({"engine_kwargs": {"vexact": {"kv_cache_tokens": 96}}}, r"kv_cache_tokens=96 .*at least 112"),
+        ({"tensor_model_parallel_size": 2}, "rollout.tensor_model_parallel_size=2"),
+        ({"pipeline_model_parallel_size": 4}, "rollout.pipeline_model_parallel_size=4"),
+        ({"data_parallel_size": 2}, "rollout.data_parallel_size=2"),
+        ({"expert_parallel_size": 2}, "rollout.expert_parallel_size=2"),
+        ({"quantization": "fp8"}, "rollout.quantization"),
+        ({"repetition_penalty": 1.1}, "rollout.repetition_penalty"),
+        ({"enable_rollout_routing_replay": True}, "enable_rollout_routing_replay"),
+        ({"mtp": {"enable": True, "enable_rollout": True}}, "mtp.enable_rollout"),
+        ({"disaggregation": {"enabled": True}}, "disaggregation.enabled"),
+        ({"dtype": "float16"}, "rollout.dtype=float16"),
+        ({"load_format": "gguf"}, "load_format=gguf"),
+        ({"response_length": 200}, r"max_prompt_length=40.*max_response_length=200.*context of 128"),
+        ({"max_model_len": 500}, "max_model_len=500"),
+        ({"max_model_len": 40}, "max_model_len=40 leaves no room"),
+    ],
+)
+def test_refused_by_name(changes, named):
+    with pytest.raises(ConfigError, match=named):
+        options(**changes)
+
+
+def test_several_refusals_at_once_name_every_key():
+    with pytest.raises(ConfigError) as error:
+        options(tensor_model_parallel_size=2, quantization="fp8")
+    assert "tensor_model_parallel_size" in str(error.value)
+    assert "quantization" in str(error.value)
+
+
+def test_a_path_that_is_no_model(tmp_path, monkeypatch):
+    assert local_model_folder(str(tmp_path)) == str(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ConfigError, match=r"model\.path=nobody/nothing"):
+        local_model_folder("nobody/nothing")

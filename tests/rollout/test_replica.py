@@ -1,0 +1,80 @@
+"""verl's registries know the rollouts, and a replica refuses what it cannot do before anything starts."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+from hydra import compose, initialize_config_module
+from verl.workers.rollout.base import get_rollout_class
+from verl.workers.rollout.replica import RolloutReplica, get_rollout_replica_class
+
+from verl_tim.rollout.adapter import ServerAdapter
+from verl_tim.rollout.replica import StockReplica, VexactReplica, server_name
+from verl_tim.training.config import ConfigError
+
+
+@pytest.fixture(scope="module")
+def verl_config():
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        yield lambda *overrides: compose("ppo_trainer", overrides=list(overrides))
+
+
+def rollout(verl_config, *overrides):
+    return verl_config(
+        "actor_rollout_ref.rollout.name=vexact", "actor_rollout_ref.rollout.tensor_model_parallel_size=1", *overrides
+    ).actor_rollout_ref.rollout
+
+
+def test_registered():
+    assert get_rollout_replica_class("vexact") is VexactReplica
+    assert get_rollout_replica_class("stock") is StockReplica
+    assert get_rollout_class("vexact") is get_rollout_class("stock") is ServerAdapter
+
+
+def test_the_replica_is_verls_with_every_call(verl_config):
+    replica = VexactReplica(3, rollout(verl_config), None, gpus_per_node=1, name_suffix="x")
+    assert isinstance(replica, RolloutReplica)
+    assert replica.world_size == 1
+    assert replica.max_concurrency >= 1000
+    for name, member in inspect.getmembers(RolloutReplica, inspect.iscoroutinefunction):
+        assert inspect.iscoroutinefunction(getattr(replica, name)), name
+        ours = inspect.signature(getattr(VexactReplica, name))
+        for parameter in inspect.signature(member).parameters:
+            assert parameter in ours.parameters or any(p.kind is p.VAR_KEYWORD for p in ours.parameters.values()), (
+                name,
+                parameter,
+            )
+
+
+@pytest.mark.parametrize("key", ["tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size"])
+def test_parallelism_inside_a_replica_is_refused_by_key(verl_config, key):
+    with pytest.raises(ConfigError, match=f"rollout.{key}=2"):
+        VexactReplica(0, rollout(verl_config, f"actor_rollout_ref.rollout.{key}=2"), None)
+
+
+def test_names_are_unique():
+    names = {
+        server_name("vexact", rank, role=role, suffix=suffix)
+        for rank in range(3)
+        for role in ("", "reward", "teacher")
+        for suffix in ("", "_x")
+    }
+    assert len(names) == 18
+
+
+async def _drain(stream, pulled):
+    for item in stream:
+        pulled.append(item)
+
+
+@pytest.mark.asyncio
+async def test_the_adapter_refuses_what_no_server_takes(verl_config, monkeypatch):
+    monkeypatch.setenv("RANK", "2")
+    adapter = ServerAdapter(rollout(verl_config), {"_target_": "builtins.dict"}, None)
+    assert (adapter.replica_rank, adapter.is_leader_rank) == (2, True)
+    assert ServerAdapter(rollout(verl_config), {"_target_": "builtins.dict"}, None, replica_rank=5).replica_rank == 5
+    with pytest.raises(NotImplementedError, match="delta_sharded"):
+        await adapter.update_weights(iter(()), wire_format="delta_flush")
+    with pytest.raises(NotImplementedError, match="LoRA"):
+        await adapter.update_weights(iter(()), peft_config={"r": 8})

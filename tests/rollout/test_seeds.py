@@ -1,0 +1,91 @@
+"""Seeds: the same for a rerun and for both trainers, different for everything that should differ."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from omegaconf import OmegaConf
+
+from verl_tim.rollout.seeds import response_seed
+
+PROMPT = [{"role": "user", "content": "1+1="}]
+
+
+def seed(run=42, index=3, prompt=PROMPT, step=1, sample=0, validate=False):
+    return response_seed(run, index=index, prompt=prompt, step=step, sample=sample, validate=validate)
+
+
+def test_a_rerun_draws_the_same():
+    assert seed() == seed()
+    assert 0 <= seed() < 2**63
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"run": 43},
+        {"index": 4},
+        {"prompt": [{"role": "user", "content": "1+2="}]},
+        {"step": 2},
+        {"sample": 1},
+        {"validate": True},
+    ],
+)
+def test_every_part_counts(change):
+    assert seed(**change) != seed()
+
+
+def test_a_step_has_no_two_equal_seeds():
+    seeds = {seed(index=i, sample=s, step=t) for i, s, t in itertools.product(range(64), range(8), range(4))}
+    assert len(seeds) == 64 * 8 * 4
+
+
+class Recorder:
+    """verl's worker, reduced to what it is handed."""
+
+    def __init__(self, config):
+        self.config = config
+        self.calls = []
+
+    async def _run_agent_loop(self, sampling_params, trajectory, **kwargs):
+        self.calls.append(sampling_params)
+        return sampling_params
+
+
+CONFIG = OmegaConf.create({"actor_rollout_ref": {"rollout": {"seed": 42, "n": 4, "val_kwargs": {"n": 2}}}})
+
+
+@pytest.mark.asyncio
+async def test_both_trainers_give_a_response_one_seed(monkeypatch):
+    from verl.experimental.agent_loop import AgentLoopWorker
+
+    from verl_tim.rollout import agent_loop, agent_loop_v1
+
+    drawn = {}
+    for name, worker_class, base, number in (
+        ("legacy", agent_loop.SeededAgentLoopWorker, AgentLoopWorker, {"priority": np.int64(4 * 5 + 3)}),
+        ("v1", agent_loop_v1.SeededWorkerV1, AgentLoopWorker, {"session_id": 3}),
+    ):
+        monkeypatch.setattr(base, "_run_agent_loop", Recorder._run_agent_loop)
+        worker = object.__new__(worker_class)
+        worker.config, worker.calls = CONFIG, []
+        trajectory = {"step": 2, "sample_index": np.int64(17), "rollout_n": 0, "validate": False}
+        sent = {"temperature": 1.0}
+        prompt = np.array(PROMPT, dtype=object) if name == "legacy" else list(PROMPT)
+        await worker._run_agent_loop(sent, trajectory, raw_prompt=prompt, agent_name="single_turn_agent", **number)
+        assert sent == {"temperature": 1.0}, "the caller's parameters are shared by all responses"
+        drawn[name] = worker.calls[0]["seed"]
+    assert drawn["legacy"] == drawn["v1"]
+
+
+def test_one_name_serves_both_trainers(monkeypatch):
+    from verl_tim.rollout import agent_loop, agent_loop_v1
+
+    made = []
+    monkeypatch.setattr(agent_loop._SeededManager, "create", classmethod(lambda cls, *a, **k: made.append("legacy")))
+    monkeypatch.setattr(agent_loop_v1.SeededManagerV1, "create", classmethod(lambda cls, *a, **k: made.append("v1")))
+    for use_v1 in (True, False):
+        agent_loop.SeededAgentLoopManager.create(config=OmegaConf.create({"trainer": {"use_v1": use_v1}}))
+    assert made == ["v1", "legacy"]

@@ -1,0 +1,345 @@
+"""The calls of verl's replica interface on a server, without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from verl_tim.engine import EngineDeadError, EngineStateError, RequestError
+from verl_tim.rollout.options import rollout_options
+from verl_tim.rollout.server import EngineServer
+from verl_tim.rollout.weights import send
+
+pytestmark = pytest.mark.asyncio
+
+BOTH = ("weights", "kv_cache")
+GREEDY = {"temperature": 0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True}
+SAMPLED = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True, "seed": 3}
+
+
+def make(folder, *, load_format="auto", shared_memory=BOTH, **changes):
+    config = {
+        "name": "vexact",
+        "dtype": "bfloat16",
+        "prompt_length": 16,
+        "response_length": 20,
+        "max_model_len": None,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 64,
+        "seed": 0,
+        "load_format": load_format,
+        "engine_kwargs": {},
+        **changes,
+    }
+    options = rollout_options(config, model_path=folder, max_position_embeddings=128, device="cpu")
+    return EngineServer(options, name="vexact", replica_rank=0, shared_memory=shared_memory)
+
+
+@pytest.fixture
+def server(folder):
+    made = make(folder)
+    yield made
+    made.engine.shutdown()
+
+
+@pytest.fixture(scope="session")
+def weights(folder):
+    return load_file(f"{folder}/model.safetensors")
+
+
+async def update(server, weights, version):
+    await server.begin_weights(version)
+    try:
+        await send(iter(weights.items()), bucket_bytes=1 << 13, dtype=torch.bfloat16, deliver=server.receive_weights)
+    except Exception as error:
+        await server.abandon_weights(str(error))
+        raise
+    await server.finish_weights()
+
+
+# ------------------------------------------------------------------------------------------------------------ requests
+
+
+async def test_generate_returns_what_verl_reads(server):
+    output = await server.generate([5, 6, 7], dict(SAMPLED), "a")
+    assert type(output).__name__ == "TokenOutput"
+    assert len(output.token_ids) == len(output.log_probs) > 0
+    assert all(log_prob <= 0 for log_prob in output.log_probs)
+    assert output.stop_reason == "completed"
+    assert output.num_preempted == 0
+    # V1 casts the tags to int (B46)
+    tags = [output.extra_fields[name] for name in ("global_steps", "min_global_steps", "max_global_steps")]
+    assert np.array(tags, dtype=int).tolist() == [0, 0, 0]
+
+
+async def test_the_signature_is_verls(server):
+    names = list(inspect.signature(server.generate).parameters)
+    assert names == [
+        "prompt_ids",
+        "sampling_params",
+        "request_id",
+        "image_data",
+        "video_data",
+        "audio_data",
+        "mm_processor_kwargs",
+        "priority",
+    ]
+    for call in [
+        "wake_up",
+        "sleep",
+        "clear_kv_cache",
+        "release_kv_cache",
+        "resume_kv_cache",
+        "resume_generation",
+        "set_global_steps",
+        "start_profile",
+        "stop_profile",
+        "abort_all_requests",
+    ]:
+        assert inspect.iscoroutinefunction(getattr(server, call)), call
+    assert "reject_request" in inspect.signature(server.abort_all_requests).parameters
+
+
+async def test_temperature_zero_is_greedy_and_needs_no_seed(server):
+    first, second = [await server.generate([5, 6, 7], dict(GREEDY), name) for name in ("a", "b")]
+    assert first.token_ids == second.token_ids
+    seeds = [await server.generate([5, 6, 7], {**SAMPLED, "seed": seed}, f"s{seed}") for seed in range(3)]
+    assert len({tuple(output.token_ids) for output in seeds}) > 1
+
+
+async def test_a_seed_fixes_the_response_in_any_company(server):
+    alone = await server.generate([5, 6, 7], dict(SAMPLED), "alone")
+    crowd = await asyncio.gather(
+        *[server.generate([5 + n, 9], {**SAMPLED, "seed": n}, f"other-{n}") for n in range(6)],
+        server.generate([5, 6, 7], dict(SAMPLED), "in company"),
+    )
+    assert crowd[-1].token_ids == alone.token_ids
+    assert crowd[-1].log_probs == alone.log_probs
+
+
+async def test_max_tokens_defaults_to_verls_limit(folder):
+    server = make(folder, ignore_eos=True)
+    try:
+        short = await server.generate([5] * 4, dict(SAMPLED), "short")
+        assert len(short.token_ids) == 20
+        # a prompt that fills more than prompt_length eats into the response
+        long = await server.generate([5] * 30, dict(SAMPLED), "long")
+        assert len(long.token_ids) == 6
+        asked = await server.generate([5] * 4, {**SAMPLED, "max_tokens": 3}, "asked")
+        assert len(asked.token_ids) == 3
+    finally:
+        server.engine.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "named"),
+    [
+        ([5] * 200, {}, "prompt has 200 tokens"),
+        ([5], {"temprature": 1.0}, "temprature"),
+        ([5], {"repetition_penalty": 1.2}, "repetition_penalty"),
+        ([5], {"top_p": 0.0}, "top_p"),
+        ([5000], {}, "vocabulary"),
+        ([], {}, "empty"),
+    ],
+)
+async def test_a_bad_request_fails_alone(server, prompt, params, named):
+    good = asyncio.ensure_future(server.generate([5, 6], dict(SAMPLED), "good"))
+    with pytest.raises(RequestError, match=named):
+        await server.generate(prompt, {**SAMPLED, **params}, "bad")
+    assert (await good).stop_reason == "completed"
+
+
+async def test_images_are_refused(server):
+    with pytest.raises(ValueError, match="image"):
+        await server.generate([5], dict(SAMPLED), "a", image_data=[object()])
+
+
+async def test_cut_distributions_report_the_kept_mass(server):
+    whole = await server.generate([5, 6], dict(SAMPLED), "whole")
+    assert "kept_mass_min" not in whole.extra_fields
+    cut = await server.generate([5, 6], {**SAMPLED, "top_k": 2}, "cut")
+    assert 0 < cut.extra_fields["kept_mass_min"] < 1
+
+
+# ---------------------------------------------------------------------------------------------------------- the gate
+
+
+async def test_abort_returns_what_was_drawn_and_parks_late_requests(folder):
+    server = make(folder, ignore_eos=True, response_length=100)
+    try:
+        running = [asyncio.ensure_future(server.generate([5, n], dict(SAMPLED), f"r{n}")) for n in range(3)]
+        while (await server.stats())["drawn_tokens"] < 3:
+            await asyncio.sleep(0.002)
+        report = await server.abort_all_requests(reject_request=False)
+        assert report["aborted_count"] == 3
+        for output in await asyncio.gather(*running):
+            assert output.stop_reason == "aborted"
+            assert len(output.token_ids) == len(output.log_probs)
+            assert output.extra_fields["global_steps"] == 0
+        late = asyncio.ensure_future(server.generate([5], {**SAMPLED, "max_tokens": 2}, "late"))
+        await asyncio.sleep(0.05)
+        assert not late.done()
+        await server.resume_generation()
+        assert (await late).stop_reason == "completed"
+    finally:
+        server.engine.shutdown()
+
+
+async def test_reject_request_turns_late_requests_away(server):
+    await server.abort_all_requests(reject_request=True)
+    late = await asyncio.wait_for(server.generate([5], dict(SAMPLED), "late"), timeout=5)
+    assert late.stop_reason == "aborted"
+    assert late.token_ids == []
+    assert int(late.extra_fields["global_steps"]) == 0
+    await server.resume_generation()
+    assert (await server.generate([5], dict(SAMPLED), "again")).stop_reason == "completed"
+
+
+# ------------------------------------------------------------------------------------------------- weights and memory
+
+
+async def test_the_version_is_the_weights_own(folder, weights):
+    server = make(folder, load_format="dummy")
+    try:
+        with pytest.raises(EngineStateError, match="update_weights"):
+            await server.generate([5], dict(SAMPLED), "too early")
+        await update(server, weights, 4)
+        output = await server.generate([5, 6, 7], dict(GREEDY), "a")
+        assert output.extra_fields["global_steps"] == 4
+        # the checkpoint and the stream are the same weights
+        loaded = make(folder)
+        try:
+            assert await loaded.weight_checksum() == await server.weight_checksum()
+            assert (await loaded.generate([5, 6, 7], dict(GREEDY), "a")).log_probs == output.log_probs
+        finally:
+            loaded.engine.shutdown()
+    finally:
+        server.engine.shutdown()
+
+
+async def test_set_global_steps_renames_the_version(server):
+    await server.set_global_steps(9)
+    output = await server.generate([5], dict(SAMPLED), "a")
+    assert [output.extra_fields[f"{k}global_steps"] for k in ("", "min_", "max_")] == [9, 9, 9]
+
+
+async def test_sleep_wake_and_update_as_verl_calls_them(server, weights):
+    before = await server.generate([5, 6, 7], dict(GREEDY), "a")
+    await server.sleep()
+    parked = asyncio.ensure_future(server.generate([5, 6, 7], dict(GREEDY), "b"))
+    await server.wake_up(tags=["weights"])
+    await update(server, weights, 1)
+    assert not parked.done()
+    await server.wake_up(tags=["kv_cache"])
+    after = await asyncio.wait_for(parked, timeout=10)
+    assert after.log_probs == before.log_probs
+    assert after.extra_fields["global_steps"] == 1
+
+
+async def test_release_and_resume_kv_cache_keep_the_weights(server):
+    checksum = await server.weight_checksum()
+    await server.release_kv_cache()
+    await server.resume_kv_cache()
+    await server.clear_kv_cache()
+    assert await server.weight_checksum() == checksum
+    assert (await server.generate([5], dict(SAMPLED), "a")).stop_reason == "completed"
+
+
+async def test_a_colocated_server_keeps_its_weights(folder):
+    server = make(folder, shared_memory=("kv_cache",))
+    try:
+        checksum = await server.weight_checksum()
+        await server.sleep()
+        await server.wake_up()
+        assert await server.weight_checksum() == checksum
+        assert (await server.generate([5], dict(SAMPLED), "a")).stop_reason == "completed"
+    finally:
+        server.engine.shutdown()
+
+
+async def test_a_standalone_server_keeps_its_memory(folder):
+    server = make(folder, shared_memory=())
+    try:
+        await server.sleep()
+        assert (await server.generate([5], dict(SAMPLED), "a")).stop_reason == "completed"
+    finally:
+        server.engine.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "named"),
+    [
+        (lambda w: w.update({"model.layers.9.mlp.up_proj.weight": torch.ones(2)}), "model.layers.9.mlp.up_proj.weight"),
+        (lambda w: w.pop("model.norm.weight"), "model.norm.weight"),
+        (lambda w: w.update({"model.norm.weight": torch.ones(3)}), "model.norm.weight"),
+    ],
+    ids=["unknown", "missing", "misshapen"],
+)
+async def test_a_bad_weight_stream_surfaces_by_name_and_nothing_is_served(server, weights, spoil, named):
+    spoiled = dict(weights)
+    spoil(spoiled)
+    with pytest.raises(Exception, match=named):
+        await asyncio.wait_for(update(server, spoiled, 1), timeout=10)
+    with pytest.raises(EngineStateError, match="failed"):
+        await asyncio.wait_for(server.generate([5], dict(SAMPLED), "a"), timeout=10)
+    await update(server, weights, 2)
+    assert (await server.generate([5], dict(SAMPLED), "b")).extra_fields["global_steps"] == 2
+
+
+async def test_a_sender_that_gives_up_frees_the_engine(server, weights):
+    await server.begin_weights(1)
+    await asyncio.wait_for(server.abandon_weights("the trainer died"), timeout=10)
+    with pytest.raises(EngineStateError, match="the trainer died"):
+        await server.generate([5], dict(SAMPLED), "a")
+    with pytest.raises(RuntimeError, match="begin_weights comes first"):
+        await server.finish_weights()
+
+
+async def test_an_engine_failure_reaches_every_waiter_and_every_later_call(folder, monkeypatch):
+    server = make(folder, ignore_eos=True, response_length=100)
+    try:
+        waiting = [asyncio.ensure_future(server.generate([5, n], dict(SAMPLED), f"r{n}")) for n in range(3)]
+        while (await server.stats())["drawn_tokens"] < 3:
+            await asyncio.sleep(0.002)
+
+        def broken(*args, **kwargs):
+            raise RuntimeError("a kernel failed")
+
+        monkeypatch.setattr(server.engine._engine._runner, "execute", broken)
+        results = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), timeout=10)
+        assert all(isinstance(result, EngineDeadError) and "a kernel failed" in str(result) for result in results)
+        with pytest.raises(EngineDeadError, match="a kernel failed"):
+            await server.generate([5], dict(SAMPLED), "later")
+    finally:
+        server.engine.shutdown()
+
+
+async def test_describe_fits_the_manifest(server):
+    from verl_tim.diagnosis.manifest import ProcessFacts
+
+    facts = ProcessFacts.from_describe(await server.describe(), process="server 0")
+    assert (facts.backend, facts.numerics, facts.compute_dtype, facts.head_dtype) == (
+        "vexact",
+        "contract",
+        "bfloat16",
+        "float32",
+    )
+    assert facts.contract_id
+    assert facts.prefix_cache is False
+
+
+async def test_a_report_counts_and_names_failures_once(server):
+    await server.generate([5, 6], dict(SAMPLED), "good")
+    with pytest.raises(RequestError):
+        await server.generate([5], {**SAMPLED, "temprature": 1}, "bad")
+    report = await server.report()
+    assert report["counters"]["drawn_tokens"] > 0
+    assert len(report["failures"]) == 1
+    assert "temprature" in report["failures"][0]
+    again = await server.report()
+    assert again == {"counters": dict.fromkeys(report["counters"], 0), "failures": []}

@@ -1,0 +1,205 @@
+"""Start-up checks on verl's own composed config, one deviation at a time."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+import time
+
+import pytest
+import yaml
+from hydra import compose, initialize_config_module
+from omegaconf import OmegaConf
+
+from tests.training.tiny import parquet
+from verl_tim.training.accelerator import host_has_accelerator
+from verl_tim.training.config import ConfigError
+from verl_tim.training.preflight import Cluster, check, findings, required_cpus
+
+pytestmark = pytest.mark.skipif(host_has_accelerator(), reason="the overrides below are for a CPU")
+
+
+@pytest.fixture(scope="module")
+def base(folders, tmp_path_factory):
+    data = tmp_path_factory.mktemp("data")
+    parquet(data / "train.parquet", 8)
+    return [
+        "algorithm.adv_estimator=grpo",
+        f"data.train_files={data}/train.parquet",
+        f"data.val_files={data}/train.parquet",
+        "data.train_batch_size=8",
+        "data.max_prompt_length=48",
+        "data.max_response_length=16",
+        f"actor_rollout_ref.model.path={folders('qwen3')}",
+        "+actor_rollout_ref.model.override_config.attn_implementation=sdpa",
+        "actor_rollout_ref.model.external_lib=verl_tim.training.external",
+        "actor_rollout_ref.model.use_fused_kernels=true",
+        "actor_rollout_ref.model.fused_kernel_options.impl_backend=contract",
+        "actor_rollout_ref.actor.strategy=fsdp2",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
+        "+actor_rollout_ref.actor.policy_loss.rollout_correction=${algorithm.rollout_correction}",
+        "actor_rollout_ref.rollout.name=vexact",
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+        "trainer.n_gpus_per_node=1",
+        "trainer.device=cpu",
+        "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
+        "ray_kwargs.ray_init.num_cpus=16",
+        "+ray_kwargs.ray_init.num_gpus=1",
+    ]
+
+
+@pytest.fixture(scope="module")
+def config_of(base):
+    """The config with overrides; composed once, since that takes a second."""
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        composed = compose("ppo_trainer", overrides=base)
+
+    def make(*overrides):
+        config = copy.deepcopy(composed)
+        for override in overrides:
+            key, _, value = override.partition("=")
+            OmegaConf.update(config, key.lstrip("+"), yaml.safe_load(value), merge=False, force_add=True)
+        return config
+
+    return make
+
+
+def test_a_good_config_has_no_findings(config_of):
+    assert findings(config_of()) == []
+    check(config_of("+tim.run_dir=/tmp/somewhere", "+tim.trainer_numerics=contract"))
+
+
+def full(key: str) -> str:
+    """A key of the table below, where `actor_rollout_ref.` is left out."""
+    plus, key = ("+", key[1:]) if key.startswith("+") else ("", key)
+    inside = key.startswith(("model.", "actor.", "rollout.", "ref.")) or key == "rollout"
+    return f"{plus}actor_rollout_ref.{key}" if inside else f"{plus}{key}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "says"),
+    [
+        (["ray_kwargs.ray_init.num_cpus=2"], "ray_kwargs.ray_init.num_cpus", "need 5"),
+        (["ray_kwargs.ray_init.num_cpus=16", "trainer.n_gpus_per_node=6"], "ray_kwargs.ray_init.num_cpus", "need 20"),
+        (["trainer.n_gpus_per_node=2"], "ray_kwargs.ray_init.num_gpus", "2 here"),
+        (["trainer.device=cuda"], "trainer.device", "without an accelerator"),
+        (["model.external_lib=null"], "model.external_lib", "no training engine for CPUs"),
+        (["model.override_config.attn_implementation=flash_attention_2"],
+         "model.override_config.attn_implementation", "needs a GPU"),
+        (["actor.strategy=fsdp"], "actor.strategy", "FSDP2"),
+        (["model.use_fused_kernels=false"], "model.use_fused_kernels", "past the contract"),
+        (["model.fused_kernel_options.impl_backend=mine"],
+         "model.fused_kernel_options.impl_backend", "mine"),
+        (["+tim.trainer_numerics=stock"], "tim.trainer_numerics", "contract"),
+        (["+tim.gates=1"], "tim", "tim.gates"),
+        (["model.lora_rank=8"], "model.lora_rank", "LoRA"),
+        (["actor.ulysses_sequence_parallel_size=2"],
+         "actor.ulysses_sequence_parallel_size", "sequence parallelism"),
+        (["rollout.dtype=float32"], "rollout.dtype", "bfloat16"),
+        (["rollout.tensor_model_parallel_size=2"],
+         "rollout.tensor_model_parallel_size=2", "cannot do this"),
+        (["+rollout.engine_kwargs.vexact.pages=3"], "rollout", "engine_kwargs.vexact.pages"),
+        (["data.max_response_length=500"], "rollout", "context of 128"),
+        (["rollout.calculate_log_probs=false"], "rollout.calculate_log_probs", "compared"),
+        (["+model.override_config.rope_theta=5"],
+         "model.override_config.rope_theta", "not the rollout's"),
+        (["trainer.v1.trainer_mode=colocate_async"], "trainer.v1.trainer_mode", "synchronous"),
+        (["model.path=/nowhere"], "model.path", "does not exist"),
+        (["data.train_files=/nowhere/a.parquet"], "data.train_files", "does not exist"),
+        (["algorithm.rollout_correction.bypass_mode=true"], "actor.policy_loss.loss_mode", "would correct nothing"),
+        (["actor.policy_loss.loss_mode=bypass_mode"],
+         "actor.policy_loss.loss_mode", "which they are not"),
+        (["algorithm.rollout_correction.bypass_mode=true", "actor.policy_loss.loss_mode=bypass_mode",
+          "actor.policy_loss.rollout_correction=null"],
+         "actor.policy_loss.rollout_correction", "rollout_is=sequence"),
+        (["algorithm.rollout_correction.rollout_is=token",
+          "actor.policy_loss.rollout_correction={rollout_is: sequence}"],
+         "actor.policy_loss.rollout_correction.rollout_is", "sequence"),
+    ],
+)  # fmt: skip
+def test_each_deviation_is_named(config_of, overrides, key, says):
+    overrides, key = [full(override) for override in overrides], full(key)
+    found = findings(config_of(*overrides))
+    keys = [finding.key for finding in found]
+    assert key in keys, [str(finding) for finding in found]
+    finding = found[keys.index(key)]
+    assert says in f"{finding.problem} {finding.remedy}"
+    assert finding.remedy
+    with pytest.raises(ConfigError, match="this run cannot work"):
+        check(config_of(*overrides))
+
+
+def test_fp32_on_both_sides_is_fine(config_of):
+    fp32 = [
+        "actor_rollout_ref.rollout.dtype=float32",
+        "+actor_rollout_ref.actor.fsdp_config.mixed_precision={param_dtype: fp32, reduce_dtype: fp32}",
+    ]
+    assert findings(config_of(*fp32)) == []
+
+
+def test_the_running_cluster_is_believed_over_the_config(config_of):
+    assert findings(config_of(), cluster=Cluster(cpus=5, gpus=1)) == []
+    found = findings(config_of(), cluster=Cluster(cpus=4, gpus=0))
+    assert [finding.key for finding in found] == ["ray_kwargs.ray_init.num_cpus", "ray_kwargs.ray_init.num_gpus"]
+
+
+def test_cpus_needed(config_of):
+    assert required_cpus(config_of()) == 5
+    assert required_cpus(config_of("trainer.use_v1=false")) == 4
+    assert required_cpus(config_of("trainer.n_gpus_per_node=2")) == 8
+    assert required_cpus(config_of("transfer_queue.backend.SimpleStorage.num_data_storage_units=8")) == 12
+
+
+def test_a_data_file_without_verls_columns(config_of, tmp_path):
+    import pandas as pd
+
+    path = tmp_path / "plain.parquet"
+    pd.DataFrame({"question": ["1+1"], "answer": ["2"]}).to_parquet(path)
+    (finding,) = findings(config_of(f"data.train_files={path}"))
+    assert finding.key == "data.train_files"
+    assert "prompt, data_source, reward_model" in finding.problem
+    assert "it has question, answer" in finding.problem
+
+
+def test_a_folder_that_is_no_model(config_of, tmp_path):
+    found = findings(config_of(f"actor_rollout_ref.model.path={tmp_path}"))
+    assert any(f.key == "actor_rollout_ref.model.path" and "config.json" in f.problem for f in found)
+
+
+def test_plain_verl_stops_before_ray_starts(base, tmp_path):
+    """`python -m verl.trainer.main_ppo` with too few CPUs would wait for ever; it stops within seconds and says why."""
+    began = time.monotonic()
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "verl.trainer.main_ppo",
+            *base,
+            "ray_kwargs.ray_init.num_cpus=1",
+            f"hydra.run.dir={tmp_path}",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=tmp_path,
+    )
+    assert done.returncode != 0
+    assert "ray_kwargs.ray_init.num_cpus" in done.stderr
+    assert "need 5" in done.stderr
+    assert "Started a local Ray instance" not in done.stderr + done.stdout
+    assert time.monotonic() - began < 110
+
+
+def test_a_run_without_verl_tim_is_left_alone(base, config_of, monkeypatch):
+    from verl.utils.config import validate_config
+
+    import verl_tim.training.preflight as preflight
+
+    monkeypatch.setattr(preflight, "check", lambda *args, **kwargs: pytest.fail("checked"))
+    config = config_of(
+        "actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.model.fused_kernel_options.impl_backend=torch"
+    )
+    validate_config(config=config, use_reference_policy=False, use_critic=False)

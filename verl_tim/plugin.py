@@ -1,0 +1,280 @@
+"""The only door into verl.
+
+verl imports this module (entry-point group `verl.plugins`) in every process that imports verl and calls nothing in
+it, so its last line calls `register()`. Everything verl_tim adds to verl is listed here, and every patch of verl stands
+alone in one function that names the verl version, the reason and what would make it unnecessary upstream.
+
+It stays light: what needs a heavy verl module waits for verl to import that module (`wrapt` post-import hooks).
+
+verl logs errors of plugins at DEBUG only. `register()` therefore records each failure, logs it as an error, and
+`ensure_registered()`, which every part of verl_tim calls before it is used, raises with the recorded cause.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import sys
+from collections.abc import Callable
+from types import ModuleType
+
+import wrapt
+
+SUPPORTED_VERL = "0.9.1"
+ROLLOUTS = ("vexact", "stock")
+
+logger = logging.getLogger(__name__)
+
+_done: set[str] = set()
+_failed: dict[str, Exception] = {}
+_half_there: dict[str, list[Callable[[ModuleType], None]]] = {}
+
+
+class RegistrationError(RuntimeError):
+    """A part of verl_tim could not be registered with verl."""
+
+
+def register() -> None:
+    """Register everything with verl; calling it again does nothing. Never raises: see `ensure_registered`."""
+    for step in (
+        check_verl_version,
+        register_cpu_platform,
+        patch_process_group_backend,
+        register_rollouts,
+        patch_sync_trainer,
+        patch_legacy_trainer,
+        patch_start_checks,
+    ):
+        _run_once(step)
+
+
+def register_training() -> None:
+    """Register the FSDP2 engine; called by `verl_tim.training.external` (`actor_rollout_ref.model.external_lib`)."""
+    _run_once(register_training_engine)
+    ensure_registered()
+
+
+def ensure_registered() -> None:
+    """Raise `RegistrationError` with the recorded cause if any registration failed in this process."""
+    for name, error in _failed.items():
+        raise RegistrationError(f"verl_tim.plugin.{name} failed in this process: {error}") from error
+
+
+def registered() -> tuple[str, ...]:
+    """Names of the steps that succeeded, sorted."""
+    return tuple(sorted(_done))
+
+
+def _run_once(step: Callable[[], None]) -> None:
+    name = step.__name__
+    if name in _done or name in _failed:
+        return
+    try:
+        step()
+    except Exception as error:
+        _failed[name] = error
+        logger.exception("verl_tim.plugin.%s failed; a run that uses verl_tim will stop with this cause", name)
+    else:
+        _done.add(name)
+
+
+def _when_imported(module: str, action: Callable[[ModuleType], None]) -> None:
+    """Run `action(module)` once verl has imported it, at once if it has. An error in it fails that import."""
+    wrapt.register_post_import_hook(action, module)
+
+
+def _with_ours(name: str, action: Callable[[ModuleType], None]) -> None:
+    """Run `action` with our module `name`, importing it.
+
+    Where ours was imported first and has pulled in verl's, it is only half there; it then calls `loaded` at its end.
+    """
+    module = importlib.import_module(name)
+    if getattr(module.__spec__, "_initializing", False):
+        _half_there.setdefault(name, []).append(action)
+    else:
+        action(module)
+
+
+def loaded(name: str) -> None:
+    """Last line of our modules that subclass a class of verl: what waited for them runs now."""
+    for action in _half_there.pop(name, ()):
+        action(sys.modules[name])
+
+
+# ------------------------------------------------------------------------------------------------ registrations
+
+
+def check_verl_version() -> None:
+    """Refuse another verl: the patches below and the engine subclass are written against one version's code."""
+    import verl
+
+    if verl.__version__.split("+")[0] != SUPPORTED_VERL:
+        raise RegistrationError(
+            f"verl_tim needs verl=={SUPPORTED_VERL}, this environment has {verl.__version__}: "
+            f"pip install 'verl=={SUPPORTED_VERL}'"
+        )
+
+
+def register_cpu_platform() -> None:
+    """Platform "cpu" through verl's `PlatformRegistry`; chosen only on a host without an accelerator."""
+    from verl.plugin.platform import PlatformRegistry
+
+    def register_class(ours: ModuleType) -> None:
+        PlatformRegistry.register(platform="cpu")(ours.CpuPlatform)
+
+    _with_ours("verl_tim.training.platform", register_class)
+
+
+def register_rollouts() -> None:
+    """Rollouts `vexact` and `stock` through verl's replica registry and its table of server adapters."""
+
+    def replicas(module: ModuleType) -> None:
+        def loader(name: str) -> Callable[[], type]:
+            def load() -> type:
+                from verl_tim.rollout import replica
+
+                return {"vexact": replica.VexactReplica, "stock": replica.StockReplica}[name]
+
+            return load
+
+        for name in ROLLOUTS:
+            module.RolloutReplicaRegistry.register(name, loader(name))
+
+    def adapters(module: ModuleType) -> None:
+        for name in ROLLOUTS:
+            module._ROLLOUT_REGISTRY[(name, "async")] = "verl_tim.rollout.adapter.ServerAdapter"
+
+    _when_imported("verl.workers.rollout.replica", replicas)
+    _when_imported("verl.workers.rollout.base", adapters)
+
+
+def register_training_engine() -> None:
+    """FSDP engine with contract numerics, for the actor and the reference model.
+
+    verl's own engine stays registered for the bare device key; ours takes the vendor key, which verl looks up first
+    (engine/base.py:409-413). On a CPU verl has no engine at all, and the device key is ours.
+    """
+
+    def register_class(ours: ModuleType) -> None:
+        from verl.workers.engine.base import EngineRegistry
+
+        table = EngineRegistry._engines["language_model"]
+        strategies = ["fsdp", "fsdp2"]
+        engine_class = ours.ContractFSDPEngineWithLMHead
+        if "cpu" not in table["fsdp2"]:
+            EngineRegistry.register("language_model", strategies, device="cpu")(engine_class)
+        if ("cuda", "nvidia") not in table["fsdp2"]:
+            EngineRegistry.register("language_model", strategies, device="cuda", vendor="nvidia")(engine_class)
+
+    def engines(module: ModuleType) -> None:
+        patch_unpinned_cpu_offload(module)
+        _with_ours("verl_tim.training.engine", register_class)
+
+    _when_imported("verl.workers.engine.fsdp.transformer_impl", engines)
+
+
+# ----------------------------------------------------------------------------------------------------- patches
+
+
+def patch_process_group_backend() -> None:
+    """verl 0.9.1, utils/distributed.py:89: on a CPU the backend string becomes "cpu:gloo,cpu:gloo".
+
+    torch refuses a device type named twice. verl builds the string from two devices that are one and the same here.
+    Unnecessary once verl leaves out the second part for device "cpu". No upstream issue is known.
+    """
+
+    def patch(module: ModuleType) -> None:
+        original = module.initialize_global_process_group_ray
+
+        @functools.wraps(original)
+        def initialize_global_process_group_ray(timeout_second=None, backend=None):
+            if backend is None and module.get_device_name() == "cpu":
+                backend = "cpu:gloo"
+            return original(timeout_second=timeout_second, backend=backend)
+
+        module.initialize_global_process_group_ray = initialize_global_process_group_ray  # type: ignore[attr-defined]
+
+    # engine_workers and checkpoint_engine import the function by name: the hook runs before they can.
+    _when_imported("verl.utils.distributed", patch)
+
+
+def patch_unpinned_cpu_offload(transformer_impl: ModuleType) -> None:
+    """verl 0.9.1, fsdp/transformer_impl.py:462: the reference model always asks for pinned host memory.
+
+    Pinning needs CUDA, so on a CPU a run with a reference model (KL loss or KL reward) dies at its first forward.
+    Unnecessary once verl pins only where an accelerator is present. No upstream issue is known.
+    """
+    if transformer_impl.device_name != "cpu":
+        return
+    policy = transformer_impl.CPUOffloadPolicy
+    if getattr(policy, "verl_tim_unpinned", False):
+        return
+
+    def unpinned(pin_memory: bool = False):
+        return policy(pin_memory=False)
+
+    unpinned.verl_tim_unpinned = True  # type: ignore[attr-defined]
+    transformer_impl.CPUOffloadPolicy = unpinned  # type: ignore[attr-defined]
+
+
+def patch_sync_trainer() -> None:
+    """verl 0.9.1, trainer/ppo/v1/trainer_base.py:1996: `trainer_mode=sync` gets our subclass of its trainer.
+
+    verl compares the mode with the string "sync" in many places, so another name would not be the sync trainer. The
+    subclass does nothing unless the config has a `tim` group or uses one of our rollouts. Unnecessary once verl
+    offers step callbacks that see the batch. No upstream issue is known.
+    """
+
+    def patch(_: ModuleType) -> None:
+        from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
+
+        def put(ours: ModuleType) -> None:
+            TRAINER_REGISTRY["sync"] = ours.TimTrainerSync
+
+        _with_ours("verl_tim.training.trainer_v1", put)
+
+    _when_imported("verl.trainer.ppo.v1.trainer_sync", patch)
+
+
+def patch_legacy_trainer() -> None:
+    """verl 0.9.1, trainer/main_ppo_v0.py: `trainer.use_v1=false` gets our subclass of `RayPPOTrainer`.
+
+    The task runner names the class directly. As above, the subclass does nothing for runs that do not use verl_tim.
+    """
+
+    def patch(module: ModuleType) -> None:
+        from verl_tim.training.trainer_legacy import TimRayPPOTrainer
+
+        module.RayPPOTrainer = TimRayPPOTrainer  # type: ignore[attr-defined]
+
+    _when_imported("verl.trainer.main_ppo_v0", patch)
+
+
+def patch_start_checks() -> None:
+    """verl 0.9.1, utils/config.py: `validate_config` also runs verl_tim's start-up checks.
+
+    It is the one call that both entry points make before Ray starts, and with too few Ray CPUs verl hangs silently
+    right after (single_controller/ray/base.py:146). Unnecessary once verl has a validation hook.
+    """
+
+    def patch(module: ModuleType) -> None:
+        original = module.validate_config
+
+        @functools.wraps(original)
+        def validate_config(config, use_reference_policy, use_critic):
+            from verl_tim.training.config import uses_verl_tim
+
+            if uses_verl_tim(config):
+                from verl_tim.training.preflight import check
+
+                ensure_registered()
+                check(config)
+            return original(config=config, use_reference_policy=use_reference_policy, use_critic=use_critic)
+
+        module.validate_config = validate_config  # type: ignore[attr-defined]
+
+    _when_imported("verl.utils.config", patch)
+
+
+register()

@@ -1,0 +1,107 @@
+"""The trainer's side of a server: each rank's `rollout` object in verl's worker (`ServerAdapter`)."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import ray
+import torch
+from verl.workers.rollout.base import BaseRollout
+
+from verl_tim.plugin import ensure_registered
+from verl_tim.rollout.weights import send
+
+logger = logging.getLogger(__name__)
+
+
+class ServerAdapter(BaseRollout):
+    """Client of the server that stands beside this rank.
+
+    Args:
+        config, model_config: of the worker.
+        device_mesh: unused; None in standalone workers.
+        replica_rank: number of the replica; -1: the rank itself, since a replica is one rank.
+    """
+
+    def __init__(self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1) -> None:
+        ensure_registered()
+        super().__init__(config, model_config, device_mesh)
+        self.replica_rank = int(os.environ["RANK"]) if replica_rank == -1 else replica_rank
+        self.is_leader_rank = True
+        self._server: Any = None
+
+    @property
+    def server(self) -> Any:
+        """The server's actor handle; servers start after the workers, hence late."""
+        if self._server is None:
+            from verl_tim.rollout.replica import server_name
+
+            self._server = ray.get_actor(server_name(self.config.name, self.replica_rank))
+        return self._server
+
+    async def resume(self, tags: list[str]) -> None:
+        """Give the server its memory for "weights" or "kv_cache" back."""
+        await self.server.wake_up.remote(tags=list(tags))
+
+    async def release(self) -> None:
+        """Take weights and KV cache from the server."""
+        await self.server.sleep.remote()
+
+    @torch.no_grad()
+    async def update_weights(
+        self,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        wire_format: str = "named_tensors",
+        *,
+        global_steps: int | None = None,
+        peft_config: Any = None,
+        base_sync_done: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        """Stream the trainer's weights to the server.
+
+        Args:
+            weights: generator (or asynchronous generator) of (Hugging Face name, full tensor); pulled to its end in
+                any case, because pulling it is a collective of all ranks.
+            wire_format: "named_tensors" only.
+            global_steps: version of the weights.
+
+        Raises:
+            Whatever the server's model raises: an unknown, missing, doubled or misshapen tensor, by name.
+        """
+        if wire_format != "named_tensors":
+            raise NotImplementedError(
+                f"rollout {self.config.name} takes full tensors only, not wire_format={wire_format!r}: set "
+                "actor_rollout_ref.rollout.checkpoint_engine.backend to another engine than delta_sharded"
+            )
+        if peft_config is not None:
+            raise NotImplementedError(
+                f"rollout {self.config.name} takes no LoRA adapters: set actor_rollout_ref.model.lora.merge=true or "
+                "lora_rank=0"
+            )
+        began = time.perf_counter()
+        server = self.server
+        try:
+            await server.begin_weights.remote(global_steps)
+            sent = await send(
+                weights,
+                bucket_bytes=self.config.checkpoint_engine.update_weights_bucket_megabytes << 20,
+                dtype=getattr(torch, self.config.dtype),
+                deliver=lambda bucket: server.receive_weights.remote(bucket),
+            )
+        except Exception as error:
+            await server.abandon_weights.remote(f"the trainer's stream failed: {type(error).__name__}: {error}")
+            raise
+        version = await server.finish_weights.remote()
+        logger.info(
+            "rollout %s, replica %d: version %d, %.1f MiB in %.2f s",
+            self.config.name,
+            self.replica_rank,
+            version,
+            sent / 2**20,
+            time.perf_counter() - began,
+        )

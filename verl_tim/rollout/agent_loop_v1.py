@@ -1,0 +1,37 @@
+"""The seeded agent loop of verl's V1 trainer; apart from `agent_loop`, since it needs TransferQueue."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
+
+from verl_tim.rollout.agent_loop import _Seeds
+
+# verl decorates the class with ray.remote where it defines it; Ray keeps the plain class for inheritance.
+_actor_class: Any = AgentLoopWorkerTQ
+_PlainWorkerTQ: Any = _actor_class.__ray_metadata__.modified_class.__ray_actor_class__
+
+
+class SeededWorkerV1(_Seeds, _PlainWorkerTQ):
+    """Worker of the V1 trainer, which numbers the responses of a prompt itself (`session_id`)."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # Ray ships inherited methods by value when their class cannot be found by name, as here, where the name is the
+        # actor's; a shipped `super()` then refers to a copy of the class. Defined here, it is found by name.
+        super().__init__(*args, **kwargs)
+
+    async def _run_agent_loop(self, sampling_params, trajectory, **kwargs):
+        params = self.with_seed(
+            sampling_params, trajectory, sample=int(kwargs["session_id"]), prompt=kwargs.get("raw_prompt")
+        )
+        return await super()._run_agent_loop(params, trajectory, **kwargs)
+
+
+class SeededManagerV1(AgentLoopManagerTQ):
+    """`AgentLoopManagerTQ` with seeded workers."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.agent_loop_workers_class = ray.remote(SeededWorkerV1)

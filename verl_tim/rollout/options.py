@@ -1,0 +1,213 @@
+"""verl's rollout config to the engine's: which keys are read, which are refused.
+
+Our options live under `actor_rollout_ref.rollout.engine_kwargs.<name>`; verl's own rollout keys keep their meaning. A
+key that this engine cannot honour is refused by name instead of being ignored.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from verl_tim.engine import EngineConfig, EngineConfigError
+from verl_tim.training.config import ConfigError
+
+NUMERICS: dict[str, Literal["contract", "stock"]] = {"vexact": "contract", "stock": "stock"}
+_PREFIX = "actor_rollout_ref.rollout"
+
+# Options of the engine that a user may set; the others follow from verl's own keys.
+ENGINE_OPTIONS = (
+    "page_size",
+    "kv_cache_tokens",
+    "kv_cache_bytes",
+    "kv_memory_fraction",
+    "max_prefill_chunk",
+    "enable_prefix_cache",
+    "watermark",
+)
+
+
+@dataclass(frozen=True)
+class RolloutOptions:
+    """What one server needs beside its place.
+
+    Attributes:
+        engine: settings of the engine.
+        prompt_length, response_length: verl's limits, tokens; they size the default of max_tokens.
+        max_model_len: longest prompt plus response, tokens.
+        ignore_eos: draw on past the end-of-sequence token.
+        free_cache_engine: release weights and KV cache while the trainer works.
+        num_threads: torch threads of the server; None leaves what Ray gave it.
+    """
+
+    engine: EngineConfig
+    prompt_length: int
+    response_length: int
+    max_model_len: int
+    ignore_eos: bool = False
+    free_cache_engine: bool = True
+    num_threads: int | None = None
+
+
+def refusals(rollout: Any) -> list[tuple[str, str]]:
+    """Settings of verl's rollout config that this engine cannot honour: (key, remedy)."""
+
+    def get(key: str, default: Any = None) -> Any:
+        value = rollout
+        for part in key.split("."):
+            if value is None:
+                return default
+            value = value.get(part) if hasattr(value, "get") else getattr(value, part, None)
+        return default if value is None else value
+
+    name = get("name")
+    found: list[tuple[str, str]] = []
+    for key, kind in (
+        ("tensor_model_parallel_size", "tensor parallelism"),
+        ("pipeline_model_parallel_size", "pipeline parallelism"),
+        ("data_parallel_size", "data parallelism inside a replica"),
+        ("expert_parallel_size", "expert parallelism"),
+    ):
+        if int(get(key, 1)) > 1:
+            found.append(
+                (f"{_PREFIX}.{key}={get(key)}", f"rollout {name} has no {kind}: set it to 1; each rank gets a replica")
+            )
+    if get("quantization") is not None or get("quantization_config_file") is not None:
+        found.append((f"{_PREFIX}.quantization", f"rollout {name} computes in bfloat16 or float32: set it to null"))
+    if get("mtp.enable", False) and get("mtp.enable_rollout", False):
+        found.append((f"{_PREFIX}.mtp.enable_rollout", f"rollout {name} has no speculative decoding: set it to false"))
+    if get("enable_rollout_routing_replay", False):
+        found.append(
+            (f"{_PREFIX}.enable_rollout_routing_replay", f"rollout {name} does not record routes yet: set it to false")
+        )
+    if get("disaggregation.enabled", False):
+        found.append(
+            (
+                f"{_PREFIX}.disaggregation.enabled",
+                f"rollout {name} does prefill and decode in one engine: set it to false",
+            )
+        )
+    if float(get("repetition_penalty", 1.0)) != 1.0:
+        found.append((f"{_PREFIX}.repetition_penalty", "the trainer's log-prob knows no penalty: set it to 1.0"))
+    if get("load_format", "dummy") not in ("dummy", "auto", "safetensors", "hf"):
+        found.append(
+            (f"{_PREFIX}.load_format={get('load_format')}", "choose dummy (weights come from the trainer) or auto")
+        )
+    if str(get("dtype", "bfloat16")) not in ("bfloat16", "float32"):
+        found.append((f"{_PREFIX}.dtype={get('dtype')}", "choose bfloat16 or float32"))
+    if get("prometheus.enable", False):
+        found.append((f"{_PREFIX}.prometheus.enable", f"rollout {name} serves no metrics over HTTP: set it to false"))
+    return found
+
+
+def rollout_options(
+    rollout: Any,
+    *,
+    model_path: str,
+    max_position_embeddings: int,
+    device: str,
+    load_weights: bool | None = None,
+) -> RolloutOptions:
+    """Settings of one server from verl's rollout config (dataclass or DictConfig).
+
+    Args:
+        rollout: `actor_rollout_ref.rollout`.
+        model_path: local folder of the model.
+        max_position_embeddings: the model's context, tokens.
+        device: of the engine.
+        load_weights: read the checkpoint at start; None: unless `load_format` is dummy.
+
+    Raises:
+        ConfigError: names the key and the remedy.
+    """
+    found = refusals(rollout)
+    if found:
+        raise ConfigError("; ".join(f"{key}: {remedy}" for key, remedy in found))
+    name = rollout.get("name")
+    where = f"{_PREFIX}.engine_kwargs.{name}"
+    given = (rollout.get("engine_kwargs") or {}).get(name) or {}
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{where}={given!r}: give options, such as {where}.kv_cache_tokens=65536")
+    options = dict(given)
+    num_threads = options.pop("num_threads", None)
+    known = (*ENGINE_OPTIONS, "num_threads")
+    for key in options:
+        if key not in ENGINE_OPTIONS:
+            near = difflib.get_close_matches(str(key), known, n=1)
+            hint = f", did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"unknown option {where}.{key}{hint} Known: {', '.join(known)}")
+    if num_threads is not None and (
+        isinstance(num_threads, bool) or not isinstance(num_threads, int) or num_threads < 1
+    ):
+        raise ConfigError(f"{where}.num_threads={num_threads!r}: give a number of threads, or null for torch's default")
+
+    prompt_length, response_length = int(rollout.get("prompt_length")), int(rollout.get("response_length"))
+    max_model_len = rollout.get("max_model_len")
+    if max_model_len is None:
+        max_model_len = prompt_length + response_length
+    if max_model_len > max_position_embeddings:
+        raise ConfigError(
+            f"data.max_prompt_length={prompt_length} plus data.max_response_length={response_length} (or "
+            f"{_PREFIX}.max_model_len={rollout.get('max_model_len')}) is {max_model_len} tokens, longer than the "
+            f"model's context of {max_position_embeddings} (max_position_embeddings): lower them"
+        )
+    if max_model_len <= prompt_length:
+        raise ConfigError(
+            f"{_PREFIX}.max_model_len={max_model_len} leaves no room after data.max_prompt_length={prompt_length}: "
+            "raise it or set it to null"
+        )
+    pool, page = options.get("kv_cache_tokens"), options.get("page_size", EngineConfig.page_size)
+    if isinstance(pool, int) and isinstance(page, int) and page > 0 and pool // page * page < max_model_len - 1:
+        raise ConfigError(
+            f"{where}.kv_cache_tokens={pool} holds less than one prompt with its answer ({max_model_len} tokens): "
+            f"raise it to at least {-(-max_model_len // page) * page}"
+        )
+    if load_weights is None:
+        load_weights = rollout.get("load_format") != "dummy"
+    try:
+        engine = EngineConfig(
+            model_path=model_path,
+            dtype=str(rollout.get("dtype")),
+            numerics=NUMERICS[name],
+            device=device,
+            max_num_seqs=rollout.get("max_num_seqs"),
+            max_num_batched_tokens=rollout.get("max_num_batched_tokens"),
+            max_model_len=int(max_model_len),
+            seed=int(rollout.get("seed")),
+            load_weights=load_weights,
+            **options,
+        )
+    except EngineConfigError as error:
+        raise ConfigError(f"rollout {name}: {error} (options: {where}; sizes: {_PREFIX})") from error
+    return RolloutOptions(
+        engine=engine,
+        prompt_length=prompt_length,
+        response_length=response_length,
+        max_model_len=int(max_model_len),
+        ignore_eos=bool(rollout.get("ignore_eos", False)),
+        free_cache_engine=bool(rollout.get("free_cache_engine", True)),
+        num_threads=num_threads,
+    )
+
+
+def local_model_folder(path: str) -> str:
+    """A model's local folder: `path` itself, or the snapshot of a Hugging Face hub name.
+
+    Raises:
+        ConfigError: neither a folder nor a name that can be fetched.
+    """
+    import os
+
+    folder = os.path.expanduser(path)
+    if os.path.isdir(folder):
+        return folder
+    try:
+        from huggingface_hub import snapshot_download
+
+        return snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.jinja", "tokenizer*"])
+    except Exception as error:
+        raise ConfigError(
+            f"actor_rollout_ref.model.path={path} is neither a folder nor a model that can be fetched: {error}"
+        ) from error

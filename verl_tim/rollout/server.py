@@ -1,0 +1,344 @@
+"""One rollout server: an engine behind the calls that verl makes on a replica's server actor.
+
+Runs as a Ray actor with an event loop; the engine steps in a thread of its own (`verl_tim.engine.AsyncEngine`), which
+also keeps every verb apart from a running step. Errors of a request go to its caller; an error of the engine goes to
+every waiting and every later caller, with its cause.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections.abc import AsyncIterator, Iterable, Mapping
+from importlib import metadata
+from typing import Any
+
+import torch
+
+from verl_tim.engine import AsyncEngine, EngineStats, RequestOutput, SamplingParams
+from verl_tim.rollout.options import RolloutOptions
+from verl_tim.rollout.weights import Bucket, Unpacker
+
+logger = logging.getLogger(__name__)
+
+# Counters of `EngineStats` that a report holds.
+REPORTED_COUNTERS = ("steps", "drawn_tokens", "preemptions", "chunk_cuts", "prefix_hit_tokens", "weight_updates")
+
+# verl's names for how a response ended (workers/rollout/vllm_rollout/vllm_async_server.py:724).
+_STOP_REASONS = {"stop": "completed", "length": "completed", "abort": "aborted"}
+
+
+class EngineServer:
+    """The calls of verl 0.9.1's replica interface, on one engine.
+
+    Args:
+        options: of the engine and of verl's limits.
+        name: rollout name, for messages.
+        replica_rank: number of the replica.
+        shared_memory: what `sleep` gives up, of "weights" and "kv_cache"; nothing where nobody else wants the memory.
+    """
+
+    def __init__(
+        self, options: RolloutOptions, *, name: str, replica_rank: int, shared_memory: tuple[str, ...]
+    ) -> None:
+        if options.num_threads is not None:
+            torch.set_num_threads(options.num_threads)
+        self.options = options
+        self.name = name
+        self.replica_rank = replica_rank
+        self._shared_memory = shared_memory if options.free_cache_engine else ()
+        self.engine = AsyncEngine(options.engine)
+        # verl may rename the weights' version without new weights (set_global_steps): engine version -> verl's
+        self._renamed: dict[int, int] = {}
+        self._update: _Update | None = None
+        # what failed since the last report; verl's V1 trainer drops a failed response without a word
+        self._failures: list[str] = []
+        self._reported = EngineStats()
+
+    # ---------------------------------------------------------------------------------------------------- requests
+
+    async def generate(
+        self,
+        prompt_ids: list[int],
+        sampling_params: Mapping[str, Any],
+        request_id: str,
+        image_data: list[Any] | None = None,
+        video_data: list[Any] | None = None,
+        audio_data: list[Any] | None = None,
+        mm_processor_kwargs: dict[str, Any] | None = None,
+        priority: int = 0,
+    ) -> Any:
+        """Token ids in, token ids out, with the log-prob of each drawn token.
+
+        Returns:
+            verl's TokenOutput. `extra_fields` holds `global_steps` (version of the weights that drew the last token),
+            `min_global_steps`, `max_global_steps` and `num_cached_tokens`.
+
+        Raises:
+            RequestError: this request cannot be served; the message names what is wrong.
+            EngineDeadError: the engine has failed, with the cause.
+        """
+        from verl.workers.rollout.replica import TokenOutput
+
+        try:
+            for kind, given in (("image", image_data), ("video", video_data), ("audio", audio_data)):
+                if given:
+                    raise ValueError(f"rollout {self.name} serves text only, the request holds {kind} data")
+            prompt_ids = [int(token) for token in prompt_ids]
+            params = self._sampling_params(dict(sampling_params), len(prompt_ids))
+            output = await self.engine.generate(request_id, prompt_ids, params)
+        except Exception as error:
+            self._failures.append(f"{type(error).__name__}: {error}")
+            raise
+        return TokenOutput(
+            token_ids=output.token_ids,
+            log_probs=output.log_probs,
+            stop_reason=_STOP_REASONS[output.finish_reason],
+            num_preempted=output.num_preempted,
+            extra_fields=self._extra_fields(output),
+        )
+
+    def _sampling_params(self, values: dict[str, Any], prompt_len: int) -> SamplingParams:
+        """verl's sampling parameters as the engine's; max_tokens defaults as in vllm_async_server.py:611."""
+        if values.get("max_tokens") is None and values.get("max_new_tokens") is None:
+            limits = self.options
+            values["max_tokens"] = max(
+                1, min(limits.response_length, limits.prompt_length + limits.response_length - prompt_len)
+            )
+        values.setdefault("ignore_eos", self.options.ignore_eos)
+        return SamplingParams.from_mapping(values)
+
+    def _extra_fields(self, output: RequestOutput) -> dict[str, Any]:
+        versions = [self._renamed.get(version, version) for version in output.weight_versions]
+        newest = versions[-1] if versions else self.global_steps
+        fields: dict[str, Any] = {
+            "global_steps": newest,
+            "min_global_steps": min(versions, default=newest),
+            "max_global_steps": max(versions, default=newest),
+            "num_cached_tokens": output.num_cached_tokens,
+        }
+        if any(mass != 1.0 for mass in output.kept_mass):
+            # top-k, top-p or min-p cut the distribution; the log-probs are of the full one
+            fields["kept_mass_min"] = min(output.kept_mass)
+        return fields
+
+    async def abort_all_requests(self, reject_request: bool = False) -> dict[str, Any]:
+        """Abort what is in flight and close the gate until `resume_generation`; late ones wait or are turned away."""
+        request_ids = await self.engine.abort_all(reject_new=reject_request)
+        return {"aborted_count": len(request_ids), "request_ids": request_ids}
+
+    async def abort_request(self, request_id: str) -> dict[str, Any]:
+        """Abort one request; its caller gets what it drew."""
+        return {"aborted": await self.engine.abort(request_id), "request_id": request_id}
+
+    async def resume_generation(self) -> None:
+        """Open the gate."""
+        await self.engine.resume()
+
+    # ------------------------------------------------------------------------------------------- weights and memory
+
+    async def sleep(self) -> None:
+        """Free weights and KV cache for the trainer, if they share memory."""
+        if self._shared_memory:
+            await self.engine.sleep(self._shared_memory)
+
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        """Undo `sleep` for "weights", "kv_cache" or, without tags, both. Weights come with the next update."""
+        await self._wake(self._shared_memory if tags is None else tags)
+
+    async def release_kv_cache(self) -> None:
+        """Free the KV cache only; unfinished requests are recomputed later."""
+        if "kv_cache" in self._shared_memory:
+            await self.engine.sleep(("kv_cache",))
+
+    async def resume_kv_cache(self) -> None:
+        """Undo `release_kv_cache`."""
+        await self._wake(("kv_cache",))
+
+    async def _wake(self, tags: Iterable[str]) -> None:
+        shared = tuple(tag for tag in tags if tag in self._shared_memory)
+        if shared:
+            await self.engine.wake(shared)
+
+    async def clear_kv_cache(self) -> None:
+        """Forget cached prefixes."""
+        await self.engine.clear_kv_cache()
+
+    async def set_global_steps(self, global_steps: int) -> None:
+        """verl's announcement of the weights' version, for updates that carry none: what is drawn now bears it."""
+        self._renamed[self.engine.weight_version] = int(global_steps)
+
+    @property
+    def global_steps(self) -> int:
+        """Version of the weights in use, as verl counts."""
+        version = self.engine.weight_version
+        return self._renamed.get(version, version)
+
+    async def begin_weights(self, global_steps: int | None) -> None:
+        """Start a weight update; buckets follow through `receive_weights`, then `finish_weights`.
+
+        Args:
+            global_steps: version of the new weights; None: one more than the last.
+        """
+        if self._update is not None:
+            await self.abandon_weights("a new weight update began before the last one ended")
+        version = self.engine.weight_version + 1 if global_steps is None else int(global_steps)
+        self._update = _Update(self.engine, version)
+
+    async def receive_weights(self, bucket: Bucket) -> None:
+        """One bucket of the running update; returns when the model has taken it.
+
+        Raises:
+            Whatever the model raises (an unknown, doubled or misshapen tensor, by name).
+        """
+        await self._running_update().feed(bucket)
+
+    async def finish_weights(self) -> int:
+        """End the stream; the version of the weights now in use.
+
+        Raises:
+            Whatever the model raises, e.g. for tensors that are missing.
+        """
+        update = self._running_update()
+        self._update = None
+        await update.finish()
+        self._renamed.pop(update.version, None)
+        return update.version
+
+    async def abandon_weights(self, reason: str) -> None:
+        """The sender failed; the engine serves nothing until an update succeeds."""
+        update, self._update = self._update, None
+        if update is not None:
+            await update.fail(reason)
+
+    def _running_update(self) -> _Update:
+        if self._update is None:
+            raise RuntimeError("no weight update is running: begin_weights comes first")
+        return self._update
+
+    # ------------------------------------------------------------------------------------------- profiling, reports
+
+    async def start_profile(self, **kwargs: Any) -> None:
+        """verl profiles vLLM and SGLang through this call; this engine has no profiler of its own."""
+
+    async def stop_profile(self) -> None:
+        """See `start_profile`."""
+
+    async def describe(self) -> dict[str, Any]:
+        """Facts of this process and its engine, under the manifest's keys (`diagnosis.manifest.ProcessFacts`)."""
+        from verl_tim.diagnosis.process import process_facts
+
+        engine = await self.engine.describe()
+        exact = engine["numerics"] == "contract"
+        kernels = "contract" if exact else "torch"
+        return {
+            **process_facts(engine["device"]),
+            "backend": self.name,
+            "backend_version": f"verl-tim {metadata.version('verl-tim')}",
+            "numerics": engine["numerics"],
+            "contract_id": engine["contract"],
+            "param_dtype": engine["dtype"],
+            "compute_dtype": engine["dtype"],
+            "kv_dtype": engine["kv_dtype"],
+            "head_dtype": "float32" if exact else engine["dtype"],
+            "attention_backend": "contract" if exact else "sdpa",
+            "kv_chunk": _chunk_keys() if exact else None,
+            "page_size": engine["page_size"],
+            "gemm_kernel": kernels,
+            "gemm_batch_invariant": exact,
+            "norm_kernel": kernels,
+            "norm_batch_invariant": exact,
+            "tensor_parallel": 1,
+            "pipeline_parallel": 1,
+            "expert_parallel": 1,
+            "data_parallel": 1,
+            "prefix_cache": engine["enable_prefix_cache"],
+            "sampling_backend": "gumbel noise by (seed, position, token id)",
+            "log_prob_mode": "full vocabulary, at the sampling temperature",
+            "model": {"architecture": engine["architecture"]},
+            "extra": {
+                name: engine[name]
+                for name in (
+                    "kv_cache_tokens",
+                    "kv_cache_bytes",
+                    "max_num_seqs",
+                    "max_num_batched_tokens",
+                    "max_prefill_chunk",
+                    "max_model_len",
+                    "watermark",
+                    "seed",
+                )
+            },
+        }
+
+    async def stats(self) -> dict[str, Any]:
+        """Counters of the engine."""
+        return dataclasses.asdict(await self.engine.stats())
+
+    async def report(self) -> dict[str, Any]:
+        """What happened since the last report: `counters` of the engine, `failures` of requests (messages).
+
+        Raises:
+            EngineDeadError: the engine has failed, with the cause.
+        """
+        stats, before = await self.engine.stats(), self._reported
+        failures, self._failures, self._reported = self._failures, [], stats
+        counters = {name: getattr(stats, name) - getattr(before, name) for name in REPORTED_COUNTERS}
+        return {"counters": counters, "failures": failures}
+
+    async def weight_checksum(self) -> str:
+        """Checksum over all weights in use."""
+        return await self.engine.weight_checksum()
+
+
+def _chunk_keys() -> int:
+    from verl_tim.numerics.contract import CHUNK_KEYS
+
+    return CHUNK_KEYS
+
+
+class _Update:
+    """One weight update: buckets from Ray calls become the stream that the engine pulls."""
+
+    def __init__(self, engine: AsyncEngine, version: int) -> None:
+        self.version = version
+        # a bucket stays here until the engine has asked for the tensor after its last one
+        self._buckets: asyncio.Queue[tuple[Bucket | None, asyncio.Future | None]] = asyncio.Queue()
+        self._failed: str | None = None
+        self._task = asyncio.ensure_future(engine.update_weights(self._stream(), version))
+
+    async def _stream(self) -> AsyncIterator[tuple[str, torch.Tensor]]:
+        unpacker = Unpacker()
+        while True:
+            bucket, taken = await self._buckets.get()
+            if bucket is None:
+                if self._failed is not None:
+                    raise RuntimeError(self._failed)
+                unpacker.finish()
+                return
+            for item in unpacker.unpack(bucket):
+                yield item
+            if taken is not None and not taken.done():
+                taken.set_result(None)
+
+    async def feed(self, bucket: Bucket) -> None:
+        taken: asyncio.Future = asyncio.get_running_loop().create_future()
+        self._buckets.put_nowait((bucket, taken))
+        await asyncio.wait({taken, self._task}, return_when=asyncio.FIRST_COMPLETED)
+        if self._task.done():
+            await self._task  # raises what the engine raised
+            if not taken.done():
+                raise RuntimeError("the engine ended its weight update before the stream did")
+
+    async def finish(self) -> None:
+        self._buckets.put_nowait((None, None))
+        await self._task
+
+    async def fail(self, reason: str) -> None:
+        self._failed = reason
+        self._buckets.put_nowait((None, None))
+        try:
+            await self._task
+        except Exception as error:
+            logger.warning("weight update of version %d was abandoned: %s", self.version, error)

@@ -1,0 +1,171 @@
+"""The `tim:` group of a run's config, as the trainer side reads it.
+
+```yaml
+tim:
+  run_dir: null                # run folder for manifest.json and samples.jsonl (metrics.jsonl: verl's file logger)
+  trainer_numerics: null       # contract | stock, as `BACKEND_KEY` says to the workers; null: whatever that is
+  gate: {exact: true, on_mismatch: stop}   # stop | warn; acts with rollout vexact and trainer_numerics contract only
+  samples: {per_step: 4}       # rows of each step kept in samples.jsonl
+  dump: {every: 0, dir: null}  # every n-th step's batch as a file; 0: never; dir defaults to run_dir/dumps
+  poll_interval: 0.1           # seconds between two looks of the V1 trainer at its replay buffer (verl: 2.0)
+```
+
+Every key may be left out. The workers never see this group: verl hands them `actor_rollout_ref` only, where
+`BACKEND_KEY` says the same as `trainer_numerics`; preflight compares the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+TRAINER_NUMERICS = ("contract", "stock")
+ROLLOUTS = ("vexact", "stock")
+
+# verl's own switch for "another implementation computes the log-probs" is `model.use_fused_kernels`, and the name of
+# the implementation is this key, which reaches actor and reference workers as it is. verl's monkey patch steps aside
+# for a name it does not know (models/transformers/monkey_patch.py:246); the engine of `verl_tim.training.engine` reads
+# it.
+BACKEND_KEY = "actor_rollout_ref.model.fused_kernel_options.impl_backend"
+CONTRACT_BACKEND = "contract"
+# verl's own (models/transformers/monkey_patch.py); another name it skips without a word.
+VERL_BACKENDS = ("torch", "triton", "liger")
+
+
+class ConfigError(ValueError):
+    """A setting that cannot work; the message names the key and the remedy."""
+
+
+@dataclass(frozen=True)
+class GateConfig:
+    """Exact gate: any differing fp32 bit between rollout and trainer stops (or is reported by) the run."""
+
+    exact: bool = True
+    on_mismatch: str = "stop"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.exact, bool):
+            raise ConfigError(f"tim.gate.exact={self.exact!r}: choose true or false")
+        if self.on_mismatch not in ("stop", "warn"):
+            raise ConfigError(f"tim.gate.on_mismatch={self.on_mismatch!r}: choose stop or warn")
+
+
+@dataclass(frozen=True)
+class SamplesConfig:
+    """How many rows of each step go to samples.jsonl."""
+
+    per_step: int = 4
+
+    def __post_init__(self) -> None:
+        if isinstance(self.per_step, bool) or not isinstance(self.per_step, int) or self.per_step < 0:
+            raise ConfigError(f"tim.samples.per_step={self.per_step!r}: give a number of rows, 0 for none")
+
+
+@dataclass(frozen=True)
+class DumpConfig:
+    """Which steps' batches are written as files."""
+
+    every: int = 0
+    dir: str | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 0:
+            raise ConfigError(f"tim.dump.every={self.every!r}: give a number of steps, 0 for never")
+
+
+@dataclass(frozen=True)
+class TimConfig:
+    """The `tim` group, checked. Unknown keys raise `ConfigError` naming them."""
+
+    run_dir: str | None = None
+    trainer_numerics: str = "stock"
+    gate: GateConfig = field(default_factory=GateConfig)
+    samples: SamplesConfig = field(default_factory=SamplesConfig)
+    dump: DumpConfig = field(default_factory=DumpConfig)
+    poll_interval: float = 0.1
+    # Read by other parts of verl_tim (building data sets and models); here only so that they count as known.
+    cache_dir: str | None = None
+    choices: Any = None
+    task: Any = None
+    model: Any = None
+    manifest: Any = None  # written by the trainer at its start, for trackers
+
+    def __post_init__(self) -> None:
+        if self.trainer_numerics not in TRAINER_NUMERICS:
+            raise ConfigError(
+                f"tim.trainer_numerics={self.trainer_numerics!r}: choose one of {', '.join(TRAINER_NUMERICS)}"
+            )
+        number = isinstance(self.poll_interval, (int, float)) and not isinstance(self.poll_interval, bool)
+        if not (number and 0 < self.poll_interval < float("inf")):
+            raise ConfigError(f"tim.poll_interval={self.poll_interval!r}: give seconds above 0")
+        if self.dump.every and not (self.dump.dir or self.run_dir):
+            raise ConfigError("tim.dump.every is set without a folder: set tim.dump.dir or tim.run_dir")
+
+    @classmethod
+    def of(cls, config: DictConfig | Mapping[str, Any]) -> TimConfig:
+        """Read the group from a whole run config.
+
+        Raises:
+            ConfigError: an unknown key, or a value that cannot work.
+        """
+        group = dict(_plain(config).get("tim") or {})
+        if group.get("trainer_numerics") is None:
+            group["trainer_numerics"] = "contract" if _select(config, BACKEND_KEY) == CONTRACT_BACKEND else "stock"
+        return _build(cls, group, "tim")
+
+    @property
+    def dump_dir(self) -> str | None:
+        """Folder of the batch dumps, or None where dumping is off."""
+        if not self.dump.every:
+            return None
+        return self.dump.dir or f"{self.run_dir}/dumps"
+
+
+def uses_verl_tim(config: DictConfig | Mapping[str, Any]) -> bool:
+    """True if a run asks for anything of verl_tim: a `tim` group, one of its rollouts, or the contract trainer."""
+    return (
+        _select(config, "tim") is not None
+        or _select(config, "actor_rollout_ref.rollout.name") in ROLLOUTS
+        or _select(config, BACKEND_KEY) == CONTRACT_BACKEND
+    )
+
+
+def _select(config: DictConfig | Mapping[str, Any], key: str) -> Any:
+    """A dotted key's value; None where it is absent or not set (verl's `???`)."""
+    if isinstance(config, DictConfig):
+        return OmegaConf.select(config, key, throw_on_missing=False)
+    value: Any = config
+    for part in key.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            return None
+        value = value[part]
+    return value
+
+
+def _plain(config: DictConfig | Mapping[str, Any]) -> dict[str, Any]:
+    if isinstance(config, DictConfig):
+        # only this group: resolving all of verl's config here would demand its unset values
+        group = OmegaConf.select(config, "tim")
+        return {"tim": OmegaConf.to_container(group, resolve=True) if group is not None else None}
+    return dict(config)
+
+
+def _build(kind: type, values: Mapping[str, Any], where: str) -> Any:
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{where} must be a group of keys, not {values!r}")
+    known = {f.name: f for f in fields(kind)}
+    unknown = sorted(set(values) - set(known))
+    if unknown:
+        raise ConfigError(f"unknown key {where}.{unknown[0]}: known are {', '.join(sorted(known))}")
+    nested = {"gate": GateConfig, "samples": SamplesConfig, "dump": DumpConfig}
+    arguments = {}
+    for name, value in values.items():
+        if kind is TimConfig and name in nested and value is not None:
+            value = _build(nested[name], value, f"{where}.{name}")
+        if value is None and name in nested:
+            continue
+        arguments[name] = value
+    return kind(**arguments)

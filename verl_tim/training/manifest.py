@@ -1,0 +1,87 @@
+"""manifest.json of a run, from what the running trainer workers and rollout servers say of themselves."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ray
+from omegaconf import OmegaConf
+
+from verl_tim.diagnosis.config_diff import correction_name
+from verl_tim.diagnosis.manifest import Manifest
+from verl_tim.training.config import ROLLOUTS, TimConfig
+
+
+def run_manifest(tim: TimConfig, config: Any, worker_group: Any, server_manager: Any) -> Manifest:
+    """Ask every process of the run.
+
+    Args:
+        worker_group: verl's RayWorkerGroup of the actor.
+        server_manager: verl's LLMServerManager.
+    """
+    return Manifest.from_processes(
+        run=_run_facts(tim, config),
+        trainer=describe_trainer(worker_group),
+        rollout=describe_rollout(config, server_manager),
+        old_log_probs="bypass" if _correction(config).get("bypass_mode") else "recompute",
+        correction={**_correction(config), "loss_mode": config.actor_rollout_ref.actor.policy_loss.loss_mode},
+    )
+
+
+def describe_trainer(worker_group: Any) -> dict[str, dict[str, Any]]:
+    """Facts of each actor worker, by name, from the worker itself."""
+    facts = ray.get([worker.__ray_call__.remote(_describe_worker) for worker in worker_group.workers])
+    return {f"actor {rank}": described for rank, described in enumerate(facts)}
+
+
+def _describe_worker(worker: Any) -> dict[str, Any]:
+    """Runs in the worker process, where verl may keep several roles (single_controller/ray/base.py, WorkerDict)."""
+    from verl_tim.training.describe import describe_engine
+
+    roles = getattr(worker, "worker_dict", None) or {"": worker}
+    for role in roles.values():
+        if getattr(role, "actor", None) is not None:
+            return describe_engine(role.actor.engine)
+    raise RuntimeError(f"no actor among the roles {sorted(roles)} of this worker")
+
+
+def describe_rollout(config: Any, server_manager: Any) -> dict[str, dict[str, Any]]:
+    """Facts of each rollout server, by name: ours from the server itself, another's from what it lets one see."""
+    name = config.actor_rollout_ref.rollout.name
+    servers = [server for replica in server_manager.get_replicas() for server in replica.servers]
+    if name in ROLLOUTS:
+        facts = ray.get([server.describe.remote() for server in servers])
+    else:
+        from verl_tim.training.describe import describe_foreign_server
+
+        facts = ray.get([server.__ray_call__.remote(describe_foreign_server, name) for server in servers])
+    return {f"server {number}": described for number, described in enumerate(facts)}
+
+
+def _correction(config: Any) -> Mapping[str, Any]:
+    group = OmegaConf.select(config, "algorithm.rollout_correction")
+    if group is None:
+        return {}
+    values = OmegaConf.to_container(group, resolve=True) if OmegaConf.is_config(group) else dict(group)
+    return {str(key): value for key, value in values.items() if key != "_target_"}  # type: ignore[union-attr]
+
+
+def _run_facts(tim: TimConfig, config: Any) -> dict[str, Any]:
+    choices = tim.choices or {}
+    task = (tim.task or {}).get("name")
+    return {
+        "name": Path(tim.run_dir).name if tim.run_dir else str(config.trainer.experiment_name),
+        "rollout": choices.get("rollout") or config.actor_rollout_ref.rollout.name,
+        "correction": choices.get("correction")
+        or correction_name({"algorithm": {"rollout_correction": _correction(config)}})
+        or "none",
+        "trainer_numerics": tim.trainer_numerics,
+        "recipe": choices.get("recipe"),
+        "task": task,
+        "algorithm": str(config.algorithm.adv_estimator),
+        "seed": int(config.actor_rollout_ref.rollout.seed),
+        "started": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+    }

@@ -1,0 +1,412 @@
+"""Start-up checks that verl lacks: settings under which a run hangs, dies late, or is not what it says.
+
+`findings` is a pure function over the resolved config (and what is known of the cluster); `check` raises. `verl-tim
+train` calls them, plain `python -m verl.trainer.main_ppo` runs them before Ray starts (`plugin.patch_start_checks`),
+and the trainers run them once more against the Ray cluster that is there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_tim.training.config import (
+    BACKEND_KEY,
+    CONTRACT_BACKEND,
+    ROLLOUTS,
+    VERL_BACKENDS,
+    ConfigError,
+    TimConfig,
+)
+from verl_tim.training.dtypes import canonical
+from verl_tim.training.finding import Finding
+
+# ResourcePoolManager.max_colocate_count (single_controller/ray/base.py:192): CPUs in each rank's placement-group
+# bundle.
+CPUS_PER_RANK = 3
+EXTERNAL_LIB = "verl_tim.training.external"
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What Ray has, summed over its nodes."""
+
+    cpus: float
+    gpus: float
+
+
+def check(config: DictConfig, *, cluster: Cluster | None = None) -> None:
+    """Raise `ConfigError` with every finding, if there are any."""
+    found = findings(config, cluster=cluster)
+    if found:
+        lines = "\n".join(f"  - {finding}" for finding in found)
+        raise ConfigError(f"this run cannot work as configured:\n{lines}")
+
+
+def findings(config: DictConfig, *, cluster: Cluster | None = None) -> list[Finding]:
+    """Every setting of a resolved run config that cannot work, in a fixed order.
+
+    Args:
+        config: verl's composed config.
+        cluster: what Ray has; None: what `ray_kwargs.ray_init` is about to start on this machine.
+    """
+    view = _View(config)
+    found: list[Finding] = []
+    for rule in _RULES:
+        found.extend(rule(view, cluster))
+    return found
+
+
+class _View:
+    """Keys of a config by dotted name; what is absent or unset reads as the default."""
+
+    def __init__(self, config: DictConfig) -> None:
+        self.config = config
+
+    def get(self, key: str, default: Any = None) -> Any:
+        value = OmegaConf.select(self.config, key, default=default, throw_on_missing=False)
+        return default if value is None else value
+
+    @property
+    def ranks(self) -> int:
+        return int(self.get("trainer.n_gpus_per_node", 1)) * int(self.get("trainer.nnodes", 1))
+
+    @property
+    def rollout_is_ours(self) -> bool:
+        return self.get("actor_rollout_ref.rollout.name") in ROLLOUTS
+
+    @property
+    def contract(self) -> bool:
+        return self.get(BACKEND_KEY) == CONTRACT_BACKEND
+
+
+_Rule = Callable[[_View, "Cluster | None"], Iterator[Finding]]
+
+
+def _tim_group(view: _View, _: Cluster | None) -> Iterator[Finding]:
+    try:
+        tim = TimConfig.of(view.config)
+    except ConfigError as error:
+        yield Finding("tim", str(error), "See verl_tim/training/config.py for the group's keys")
+        return
+    stated = view.get("tim.trainer_numerics")
+    actual = "contract" if view.contract else "stock"
+    if stated is not None and tim.trainer_numerics != actual:
+        yield Finding(
+            "tim.trainer_numerics",
+            f"it says {stated}, and {BACKEND_KEY}={view.get(BACKEND_KEY)} makes the trainer {actual}",
+            f"Choose trainer=contract or trainer=stock as a whole, or set {BACKEND_KEY} to "
+            f"{CONTRACT_BACKEND if stated == 'contract' else 'torch'}",
+        )
+
+
+def required_cpus(config: DictConfig) -> int:
+    """Ray CPUs that verl needs: the ranks' bundles, one for a controller or task, and in V1 TransferQueue's storage.
+
+    Tried with one rank in V1: 5 run, with 4 verl waits for ever.
+    """
+    view = _View(config)
+    needed = CPUS_PER_RANK * view.ranks + 1
+    if view.get("trainer.use_v1", True):
+        needed += int(view.get("transfer_queue.backend.SimpleStorage.num_data_storage_units", 8))
+    if view.get("reward.reward_model.enable_resource_pool", False):
+        needed += (
+            CPUS_PER_RANK
+            * int(view.get("reward.reward_model.n_gpus_per_node", 0))
+            * int(view.get("reward.reward_model.nnodes", 0))
+        )
+    return needed
+
+
+def _ray_resources(view: _View, cluster: Cluster | None) -> Iterator[Finding]:
+    needed = required_cpus(view.config)
+    if cluster is None:
+        if view.get("ray_kwargs.ray_init.address") or os.environ.get("RAY_ADDRESS"):
+            return  # somebody else's cluster: the trainer looks at it when it is connected
+        cpus = view.get("ray_kwargs.ray_init.num_cpus")
+        said = "unset, so Ray takes this machine's cores" if cpus is None else "set"
+        available = float(cpus) if cpus is not None else float(len(os.sched_getaffinity(0)))
+        gpus = view.get("ray_kwargs.ray_init.num_gpus")
+    else:
+        said, available, gpus = "what the cluster has", cluster.cpus, cluster.gpus
+    if available < needed:
+        yield Finding(
+            "ray_kwargs.ray_init.num_cpus",
+            f"Ray would have {available:g} CPUs ({said}), and {view.ranks} trainer rank(s) with their helpers need "
+            f"{needed}; verl would wait for ever without a word",
+            f"Set ray_kwargs.ray_init.num_cpus={max(needed, 16)}; they are slots for processes, not cores",
+        )
+    if _cpu_only() and (gpus or 0) < view.ranks:
+        yield Finding(
+            "ray_kwargs.ray_init.num_gpus",
+            f"verl asks Ray for one GPU slot per trainer rank, {view.ranks} here, and Ray would have {gpus or 0:g} on "
+            "a machine without GPUs",
+            f"Set +ray_kwargs.ray_init.num_gpus={view.ranks} (cluster=cpu does); on a CPU the slot is only a name",
+        )
+
+
+def _cpu_only() -> bool:
+    from verl_tim.training.accelerator import host_has_accelerator
+
+    return not host_has_accelerator()
+
+
+def _cpu_machine(view: _View, _: Cluster | None) -> Iterator[Finding]:
+    if not _cpu_only():
+        return
+    if view.get("trainer.device", "cuda") != "cpu":
+        yield Finding(
+            "trainer.device", f"it is {view.get('trainer.device')} on a machine without an accelerator", "Set it to cpu"
+        )
+    if view.get("actor_rollout_ref.model.external_lib") != EXTERNAL_LIB:
+        yield Finding(
+            "actor_rollout_ref.model.external_lib",
+            "verl has no training engine for CPUs, and this key brings one",
+            f"Set it to {EXTERNAL_LIB}",
+        )
+    attention = view.get("actor_rollout_ref.model.override_config.attn_implementation", "flash_attention_2")
+    if str(attention).startswith("flash"):
+        yield Finding(
+            "actor_rollout_ref.model.override_config.attn_implementation",
+            f"{attention} needs a GPU",
+            "Set it to sdpa (with + before the key on a plain verl command line)",
+        )
+
+
+def _strategy(view: _View, _: Cluster | None) -> Iterator[Finding]:
+    if not (view.contract or _cpu_only()):
+        return
+    why = "the numerics contract is written for FSDP2" if view.contract else "FSDP1 cannot run on a CPU"
+    for key in ("actor_rollout_ref.actor.strategy", "actor_rollout_ref.ref.strategy"):
+        strategy = view.get(key)
+        if strategy is not None and strategy != "fsdp2":
+            yield Finding(key, f"it is {strategy}, and {why}", "Set it to fsdp2")
+
+
+def _contract(view: _View, _: Cluster | None) -> Iterator[Finding]:
+    fused = bool(view.get("actor_rollout_ref.model.use_fused_kernels", False))
+    backend = view.get(BACKEND_KEY)
+    if not view.contract:
+        if fused and backend not in VERL_BACKENDS:
+            yield Finding(
+                BACKEND_KEY,
+                f"verl ignores an implementation called {backend}",
+                f"Choose {CONTRACT_BACKEND}, or verl's {', '.join(VERL_BACKENDS)}",
+            )
+        return
+    if not fused:
+        yield Finding(
+            "actor_rollout_ref.model.use_fused_kernels",
+            "without it verl takes log-probs from logits, past the contract",
+            "Set it to true",
+        )
+    if view.get("actor_rollout_ref.model.external_lib") != EXTERNAL_LIB and not _cpu_only():
+        yield Finding(
+            "actor_rollout_ref.model.external_lib",
+            "the contract's engine is registered by this module",
+            f"Set it to {EXTERNAL_LIB}",
+        )
+    for key, bad, why, remedy in (
+        (
+            "actor.ulysses_sequence_parallel_size",
+            lambda v: int(v) > 1,
+            "the contract does not cover sequence parallelism",
+            "Set it to 1",
+        ),
+        ("model.lora_rank", lambda v: int(v) > 0, "the contract does not cover LoRA", "Set it to 0"),
+        ("model.lora.rank", lambda v: int(v) > 0, "the contract does not cover LoRA", "Set it to 0"),
+        ("model.lora_adapter_path", bool, "the contract does not cover LoRA", "Set it to null"),
+        ("model.use_liger", bool, "Liger replaces modules that the contract computes", "Set it to false"),
+        ("model.tiled_mlp.enabled", bool, "tiled MLP replaces modules that the contract computes", "Set it to false"),
+        ("actor.fsdp_config.qat.enable", bool, "the contract does not cover quantised training", "Set it to false"),
+        (
+            "actor.calculate_sum_pi_squared",
+            bool,
+            "it needs the whole logits, which the contract's forward does not keep",
+            "Set it to false",
+        ),
+        ("model.mtp.enable", bool, "the contract does not cover multi-token prediction", "Set it to false"),
+    ):
+        value = view.get(f"actor_rollout_ref.{key}")
+        if value is not None and bad(value):
+            yield Finding(f"actor_rollout_ref.{key}", f"it is {value}, and {why}", remedy)
+
+
+def _dtypes(view: _View, _: Cluster | None) -> Iterator[Finding]:
+    if not (view.rollout_is_ours and view.contract):
+        return
+    trainer_key = "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype"
+    trainer = canonical(str(view.get(trainer_key, "bf16")))
+    rollout = canonical(str(view.get("actor_rollout_ref.rollout.dtype", "bfloat16")))
+    if trainer not in ("bfloat16", "float32"):
+        yield Finding(trainer_key, f"the contract does not cover {trainer}", "Choose bf16, or fp32 on a CPU")
+    elif trainer == "float32" and not _cpu_only():
+        yield Finding(trainer_key, "on a GPU the contract covers bf16 only", "Set it to bf16")
+    if trainer != rollout:
+        yield Finding(
+            "actor_rollout_ref.rollout.dtype",
+            f"the rollout computes in {rollout} and the trainer in {trainer} ({trainer_key}), which differ",
+            "Set both to one dtype",
+        )
+
+
+def _rollout(view: _View, _: Cluster | None) -> Iterator[Finding]:
+    if not view.rollout_is_ours:
+        return
+    from verl_tim.rollout.options import refusals, rollout_options
+
+    rollout = view.get("actor_rollout_ref.rollout")
+    refused = refusals(rollout)
+    for key, remedy in refused:
+        yield Finding(key, "the rollout cannot do this", remedy)
+    if not refused:
+        try:
+            rollout_options(rollout, model_path="", max_position_embeddings=_context_of(view), device="cpu")
+        except ConfigError as error:
+            yield Finding("actor_rollout_ref.rollout", str(error), "See the keys named")
+    if not view.get("actor_rollout_ref.rollout.calculate_log_probs", False):
+        yield Finding(
+            "actor_rollout_ref.rollout.calculate_log_probs",
+            "without the rollout's log-probs nothing can be compared or corrected",
+            "Set it to true",
+        )
+    overridden = sorted(set(view.get("actor_rollout_ref.model.override_config", {})) - {"attn_implementation"})
+    for name in overridden:
+        yield Finding(
+            f"actor_rollout_ref.model.override_config.{name}",
+            "it changes the trainer's model and not the rollout's, which reads the model's config.json",
+            "Write it into the model folder's config.json instead",
+        )
+    trainer_mode = view.get("trainer.v1.trainer_mode", "sync")
+    if view.get("trainer.use_v1", True) and trainer_mode != "sync":
+        yield Finding(
+            "trainer.v1.trainer_mode",
+            f"verl_tim's metrics and gate need the synchronous trainer, not {trainer_mode}",
+            "Set it to sync",
+        )
+
+
+def _context_of(view: _View) -> int:
+    """The model's context, tokens; without a readable config a limit that nothing exceeds (`_model` says more)."""
+    import json
+
+    path = os.path.expanduser(str(view.get("actor_rollout_ref.model.path", "")))
+    try:
+        with open(os.path.join(path, "config.json"), encoding="utf-8") as file:
+            return int(json.load(file)["max_position_embeddings"])
+    except (OSError, ValueError, KeyError):
+        return 2**62
+
+
+def _model(view: _View, _: Cluster | None) -> Iterator[Finding]:
+    if not (view.rollout_is_ours or view.contract):
+        return
+    key = "actor_rollout_ref.model.path"
+    path = view.get(key)
+    if path is None:
+        yield Finding(key, "no model is named", "Give a folder in Hugging Face format, or choose a model group")
+        return
+    folder = os.path.expanduser(str(path))
+    if not os.path.isdir(folder):
+        # a hub name is OWNER/NAME; anything that looks like a path is meant as one
+        if os.path.isabs(folder) or str(path).startswith((".", "~")) or str(path).count("/") != 1:
+            yield Finding(key, f"the folder {path} does not exist", "Give a folder in Hugging Face format")
+        return
+    if not os.path.isfile(os.path.join(folder, "config.json")):
+        yield Finding(
+            key, f"{path} holds no config.json, so it is no Hugging Face model", "Give a folder in Hugging Face format"
+        )
+        return
+    from verl_tim.models import load_model_config
+
+    try:
+        load_model_config(folder)
+    except Exception as error:
+        yield Finding(key, f"{path}: {error}", "Give a model of a supported architecture")
+
+
+def _data(view: _View, _: Cluster | None) -> Iterator[Finding]:
+    from verl_tim.tasks.checks import check_dataset
+    from verl_tim.tasks.errors import InputError
+
+    for key in ("data.train_files", "data.val_files"):
+        files = view.get(key)
+        for name in [files] if isinstance(files, str) else list(files or []):
+            path = str(name)
+            if "://" in path or not path.endswith(".parquet"):
+                continue  # verl fetches the one, and reads the other by its own rules
+            try:
+                check_dataset(
+                    path,
+                    key=key,
+                    prompt_key=view.get("data.prompt_key", "prompt"),
+                    needs_ground_truth=not view.get("reward.reward_model.enable", False),
+                )
+            except InputError as error:
+                remedy = "Give a parquet file in verl's schema (verl-tim data builds one)"
+                yield Finding(key, str(error).removeprefix(f"{key}: "), remedy)
+
+
+_CORRECTION = "algorithm.rollout_correction"
+_WORKER_CORRECTION = "actor_rollout_ref.actor.policy_loss.rollout_correction"
+_LOSS_MODE = "actor_rollout_ref.actor.policy_loss.loss_mode"
+
+
+def _correction(view: _View, _: Cluster | None) -> Iterator[Finding]:
+    """verl 0.9.1 freezes the worker's loss at start, so what the trainer is told must be told to the worker, too."""
+    correction = view.get(_CORRECTION)
+    if correction is None:
+        return
+    bypass = bool(correction.get("bypass_mode", False))
+    loss_mode = view.get(_LOSS_MODE, "vanilla")
+    mirrored = view.get(_WORKER_CORRECTION)
+    if bypass and loss_mode != "bypass_mode":
+        yield Finding(
+            _LOSS_MODE,
+            f"it is {loss_mode} although {_CORRECTION}.bypass_mode is on: verl's worker would correct nothing",
+            "Set it to bypass_mode (correction=bypass_ppo does)",
+        )
+    if not bypass and loss_mode == "bypass_mode":
+        yield Finding(
+            _LOSS_MODE,
+            f"bypass_mode takes old log-probs for the rollout's, which they are not: {_CORRECTION}.bypass_mode is off",
+            "Set loss_mode to vanilla, or bypass_mode to true",
+        )
+    if bypass and not view.get("actor_rollout_ref.rollout.calculate_log_probs", False):
+        yield Finding(
+            "actor_rollout_ref.rollout.calculate_log_probs",
+            f"{_CORRECTION}.bypass_mode needs the rollout's log-probs",
+            "Set it to true",
+        )
+    if bypass and mirrored is None:
+        yield Finding(
+            _WORKER_CORRECTION,
+            "verl's worker reads the correction here, and without it assumes rollout_is=sequence",
+            f"Set it to ${{{_CORRECTION}}} (with + before the key on a plain verl command line)",
+        )
+    if mirrored is not None:
+        for name in sorted(set(correction) | set(mirrored)):
+            if name != "_target_" and correction.get(name) != mirrored.get(name):
+                yield Finding(
+                    f"{_WORKER_CORRECTION}.{name}",
+                    f"the worker would use {mirrored.get(name)}, and {_CORRECTION}.{name} is {correction.get(name)}",
+                    f"Set {_WORKER_CORRECTION} to ${{{_CORRECTION}}}",
+                )
+
+
+_RULES: tuple[_Rule, ...] = (
+    _tim_group,
+    _ray_resources,
+    _cpu_machine,
+    _strategy,
+    _contract,
+    _dtypes,
+    _rollout,
+    _model,
+    _data,
+    _correction,
+)
