@@ -1,0 +1,77 @@
+"""The gate catches each planted error and names its kind; without one it passes with everything counted."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+
+from verl_tim.diagnosis.gate import climb
+from verl_tim.training.in_process import single_rank_group
+from verl_tim.verification.faults import FAULTS
+from verl_tim.verification.random_models import make_random_model
+from verl_tim.verification.scenarios import ladder
+from verl_tim.verification.subject import Subject
+
+# What the gate must say: the rung that fails first, and words of the cause.
+NAMED = {
+    "one_ulp": ("batch", ("1 ulp apart", "record:")),
+    "stock_kernel": ("batch", ("model.layers.0.self_attn.attention: first op whose bits differ",)),
+    "wrong_temperature": ("sampling", ("temperature: the rollout recorded its log-prob at T=1",)),
+    "skipped_update": ("weights", ("weights: the rollout says version", "did not reach it")),
+}
+
+
+@pytest.fixture(scope="module", params=["qwen3", "qwen3_moe"])
+def model_path(request, tmp_path_factory):
+    return str(make_random_model(request.param, tmp_path_factory.mktemp(request.param)))
+
+
+@pytest.fixture(scope="module")
+def dense_path(tmp_path_factory):
+    return str(make_random_model("qwen3", tmp_path_factory.mktemp("dense")))
+
+
+def run(path, *, dtype="bfloat16", rollout="vexact", fault=None):
+    with single_rank_group(), FAULTS[fault]() if fault else contextlib.nullcontext():
+        return climb(ladder(Subject(path, dtype=dtype, rollout=rollout, requests=6, response_tokens=12)))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_gate_passes(model_path, dtype):
+    result = run(model_path, dtype=dtype)
+    assert result.passed, result.summary()
+    totals = result.totals()
+    for name in (
+        "preemptions",
+        "chunk cuts",
+        "prefix hit tokens",
+        "weight updates",
+        "tokens at T=0",
+        "tokens at T=1.3",
+    ):
+        assert totals[name] > 0, name
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_fault_is_named(dense_path, fault):
+    result = run(dense_path, fault=fault)
+    assert result.exit_code == 1
+    rung, scenario = result.first_failure()
+    expected_rung, words = NAMED[fault]
+    assert rung.name == expected_rung
+    for word in words:
+        assert word in scenario.failures[0], scenario.failures[0]
+
+
+def test_stock_rollout_is_sized_not_judged(dense_path):
+    result = run(dense_path, rollout="stock")
+    assert result.passed
+    assert all(scenario.report.differing > 0 for rung in result.rungs for scenario in rung.results)
+
+
+def test_random_models_are_peaked(model_path):
+    with single_rank_group():
+        spread = Subject(model_path, requests=6, response_tokens=24).spread()
+    assert spread["mean_top_probability"] > 0.5
+    assert spread["log_prob_std"] > 1.0

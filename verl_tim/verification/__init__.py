@@ -1,0 +1,5 @@
+"""The exactness gate of `verl-tim verify`: scenarios that hold a rollout engine against verl's trainer.
+
+`subject` makes the two sides, `scenarios` runs them against each other, `faults` plants errors that the gate must
+catch, and `cause` names where two forwards part.
+"""
