@@ -1,0 +1,216 @@
+"""The command line through typer's runner: what it prints, where, and with which exit code."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from verl_tim.cli import app
+from verl_tim.commands import train
+from verl_tim.launch import process
+
+runner = CliRunner()
+
+
+@pytest.fixture
+def small(tmp_path, model_folder):
+    """Overrides under which nothing is made and nothing is looked for outside the test's folder."""
+    return [
+        f"actor_rollout_ref.model.path={model_folder}",
+        f"tim.cache_dir={tmp_path}/cache",
+        f"tim.run_dir={tmp_path}/run",
+        "tim.task.train_size=32",
+        "tim.task.val_size=4",
+        "trainer.total_training_steps=2",
+    ]
+
+
+@pytest.fixture
+def fake_verl(monkeypatch, tmp_path):
+    """verl replaced by a script that logs what it is told to, and ends as it is told to."""
+
+    def use(rewards=(0.2, 0.4), exit_code=0, last_words=""):
+        script = tmp_path / "fake_verl.py"
+        steps = [
+            {"step": 0, "data": {"val-core/chain_sum/reward/mean@1": 0.25}},
+            *(
+                {"step": number, "data": {"critic/score/mean": reward, "tim/delta_abs_max": 0.0, "timing_s/step": 1.5}}
+                for number, reward in enumerate(rewards, start=1)
+            ),
+        ]
+        script.write_text(
+            "import json, sys\n"
+            f"steps = {steps!r}\n"
+            "open(sys.argv[1] + '/metrics.jsonl', 'w').write(''.join(json.dumps(step) + '\\n' for step in steps))\n"
+            f"print({last_words!r})\n"
+            f"sys.exit({exit_code})\n"
+        )
+        monkeypatch.setattr(process, "verl_command", lambda run_dir: [sys.executable, str(script), str(run_dir)])
+
+    return use
+
+
+def test_help_answers_within_a_second_and_loads_nothing_heavy():
+    started = time.monotonic()
+    heavy = ("torch", "ray", "verl", "hydra", "transformers", "plotly")
+    code = f"import sys, verl_tim.cli; print([name for name in {heavy} if name in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+    # the machine may be busy with other things: what is loaded is the test, the time a coarse guard
+    assert time.monotonic() - started < 10
+
+
+@pytest.mark.parametrize("command", ["quickstart", "train", "verify", "compare", "doctor", "data", "model"])
+def test_every_command_has_help(command):
+    result = runner.invoke(app, [command, "--help"])
+    assert result.exit_code == 0
+    assert "--json" in result.output
+
+
+def test_train_runs_and_sums_up(small, fake_verl, tmp_path):
+    fake_verl()
+    result = runner.invoke(app, ["train", "--json", *small])
+    assert result.exit_code == 0, result.stderr
+    summary = json.loads(result.stdout)
+    assert summary["run_dir"] == f"{tmp_path}/run"
+    assert summary["choices"]["rollout"] == "vexact"
+    assert (summary["steps"], summary["mismatch_max"], summary["validation_first"]) == (2, 0.0, 0.25)
+    assert summary["reward_first"] == pytest.approx(0.3)
+    assert "step 2/2" in result.stderr
+    config = yaml.safe_load((tmp_path / "run/config.yaml").read_text())
+    assert config["trainer"]["total_training_steps"] == 2
+    assert config["data"]["train_files"].startswith(f"{tmp_path}/cache/")
+    assert (tmp_path / "run/train.log").is_file()
+
+
+def test_train_table_shows_zero_as_zero(small, fake_verl):
+    fake_verl()
+    result = runner.invoke(app, ["train", *small])
+    assert result.exit_code == 0
+    row = next(line for line in result.stdout.splitlines() if "largest mismatch" in line)
+    assert row.split("│")[2].strip() == "0"
+
+
+def test_failing_run_keeps_verls_exit_code_and_says_why(small, fake_verl):
+    fake_verl(exit_code=3, last_words="Traceback (most recent call last):\n  File 'x'\nRuntimeError: the pool is empty")
+    result = runner.invoke(app, ["train", *small])
+    assert result.exit_code == 3
+    assert "RuntimeError: the pool is empty" in result.stderr
+    assert "run/train.log" in result.stderr.replace("\n", "")
+
+
+def test_second_run_in_one_folder_is_refused(small, fake_verl):
+    fake_verl()
+    assert runner.invoke(app, ["train", *small]).exit_code == 0
+    result = runner.invoke(app, ["train", *small])
+    assert result.exit_code == 2
+    assert "tim.run_dir" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_dry_run_prints_a_config_and_starts_nothing(small, tmp_path):
+    result = runner.invoke(app, ["train", "--dry-run", "rollout=stock", *small])
+    assert result.exit_code == 0
+    assert yaml.safe_load(result.stdout)["actor_rollout_ref"]["rollout"]["name"] == "stock"
+    assert not (tmp_path / "run").exists()
+
+
+def test_bad_input_is_exit_code_2_without_a_traceback(small):
+    result = runner.invoke(app, ["train", "rollout=stok", *small])
+    assert result.exit_code == 2
+    assert "did you mean 'stock'" in result.stderr
+    assert "Traceback" not in result.output
+
+
+def test_doctor_passes_a_good_config(small):
+    result = runner.invoke(app, ["doctor", "--json", *small])
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report["ok"] is True
+    assert {check["name"]: check["state"] for check in report["checks"]}["data"] == "made at start"
+
+
+def test_doctor_lists_every_finding(small):
+    bad = [
+        "ray_kwargs.ray_init.num_cpus=2",
+        "data.max_response_length=100000",
+        "+tim.gat=1",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=5",
+    ]
+    result = runner.invoke(app, ["doctor", "--json", *small, *bad])
+    assert result.exit_code == 1
+    keys = {finding["key"] for check in json.loads(result.stdout)["checks"] for finding in check["findings"]}
+    assert {
+        "ray_kwargs.ray_init.num_cpus",
+        "data.max_response_length",
+        "tim.gat",
+        "actor_rollout_ref.actor.ppo_mini_batch_size",
+    } <= keys
+
+
+def test_data_lists_and_makes(tmp_path):
+    listed = json.loads(runner.invoke(app, ["data", "--json"]).stdout)
+    assert {"chain_sum", "gsm_symbolic"} <= {task["task"] for task in listed}
+    result = runner.invoke(
+        app, ["data", "chain_sum", "--out", f"{tmp_path}/d", "--train-size", "8", "--val-size", "2", "--json"]
+    )
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["train"] == f"{tmp_path}/d/train.parquet"
+    wrong = runner.invoke(app, ["data", "chainsum"])
+    assert (wrong.exit_code, "chain_sum" in wrong.stderr) == (2, True)
+    wrong = runner.invoke(app, ["data", "chain_sum", "--difficulty", "min_terms"])
+    assert (wrong.exit_code, "NAME=VALUE" in wrong.stderr) == (2, True)
+
+
+def test_compare_names_a_folder_without_a_run(tmp_path):
+    result = runner.invoke(app, ["compare", str(tmp_path)])
+    assert result.exit_code == 2
+    assert str(tmp_path) in result.stderr.replace("\n", "")
+
+
+def test_quickstart_runs_both_once(monkeypatch, small, fake_verl, tmp_path):
+    fake_verl()
+    started = []
+    real = train.run
+    monkeypatch.setattr(train, "run", lambda config, label: started.append(label) or real(config, label=label))
+    words = [
+        "quickstart",
+        "--dir",
+        f"{tmp_path}/quick",
+        "--skip-verify",
+        "--json",
+        *(word for word in small if "run_dir" not in word),
+    ]
+    first = runner.invoke(app, words)
+    assert first.exit_code == 0, first.stderr
+    assert started == ["vexact", "stock"]
+    assert (tmp_path / "quick/compare.html").is_file()
+    compared = json.loads((tmp_path / "quick/compare.json").read_text())
+    assert [run["name"] for run in compared["runs"]] == ["vexact", "stock"]
+    again = runner.invoke(app, words)
+    assert again.exit_code == 0
+    assert started == ["vexact", "stock"]
+    assert "not repeated" in again.stderr
+
+    other = runner.invoke(app, [*words, "actor_rollout_ref.actor.optim.lr=0.5"])
+    assert other.exit_code == 2
+    assert "optim.lr" in other.stderr.replace("\n", "")
+
+    metrics = tmp_path / "quick/stock/metrics.jsonl"
+    metrics.write_text(metrics.read_text().splitlines(keepends=True)[0])
+    assert runner.invoke(app, words).exit_code == 0
+    assert started == ["vexact", "stock", "stock"]
+
+
+def test_quickstart_stops_at_a_failing_run(small, fake_verl, tmp_path):
+    fake_verl(exit_code=5, last_words="ValueError: no")
+    result = runner.invoke(
+        app, ["quickstart", "--dir", f"{tmp_path}/quick", *(word for word in small if "run_dir" not in word)]
+    )
+    assert result.exit_code == 5
+    assert "ValueError: no" in result.stderr
+    assert not (tmp_path / "quick/stock").exists()

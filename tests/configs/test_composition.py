@@ -1,0 +1,245 @@
+"""Every choice of every group composes into a config that verl's own config classes take."""
+
+import inspect
+import itertools
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+from omegaconf import OmegaConf
+
+from verl_tim.launch import prepare
+from verl_tim.launch.compose import compose_config, hydra_for
+from verl_tim.launch.recipes import find_recipe, group_options, recipe_names
+
+RECIPES = recipe_names()
+GROUPS = group_options()
+# The groups whose choices change the run's mathematics; the others (cluster, model, tracker) are covered pairwise.
+PRODUCT = ("rollout", "trainer", "correction", "task")
+
+
+def config_of(recipe, choices, model_folder="MODEL"):
+    overrides = [f"{group}={choice}" for group, choice in choices.items()]
+    overrides.append(f"actor_rollout_ref.model.path={model_folder}")
+    if choices.get("task") == "parquet":
+        overrides += ["data.train_files=TRAIN.parquet", "data.val_files=VAL.parquet"]
+    config = compose_config(find_recipe(recipe), overrides)
+    prepare.absolute_paths(config)
+    prepare.resolve(config)
+    return config
+
+
+def assert_verl_takes(config):
+    """verl 0.9.1's validate_config, and the dataclasses its workers make of the config."""
+    from verl.trainer.ppo.utils import need_reference_policy
+    from verl.utils.config import omega_conf_to_dataclass, validate_config
+
+    rollout = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
+    actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
+    # verl's own; the plugin puts our checks in front of it
+    inspect.unwrap(validate_config)(
+        config=config,
+        use_reference_policy=need_reference_policy(config),
+        use_critic=config.algorithm.adv_estimator == "gae",
+    )
+    assert rollout.calculate_log_probs is True
+    assert rollout.prompt_length == config.data.max_prompt_length
+    assert actor.strategy == "fsdp2"
+    assert actor.policy_loss.rollout_correction == config.algorithm.rollout_correction
+    return rollout, actor
+
+
+def assert_choices_arrived(config, recipe, choices):
+    """What each group promises, read where verl reads it."""
+    chosen = config.tim.choices
+    assert chosen.recipe == recipe
+    for group, choice in choices.items():
+        assert chosen[group] == choice
+    rollout = config.actor_rollout_ref.rollout
+    name = choices.get("rollout", "vexact")
+    assert rollout.name == ("vllm" if name.startswith("vllm") else name)
+    env = config.ray_kwargs.ray_init.runtime_env.env_vars
+    assert ("VLLM_BATCH_INVARIANT" in env) == (name == "vllm_invariant")
+    assert f"{config.tim.run_dir}/metrics.jsonl" == env.VERL_FILE_LOGGER_PATH
+    contract = choices.get("trainer", "contract") == "contract"
+    assert config.actor_rollout_ref.model.use_fused_kernels is contract
+    assert config.actor_rollout_ref.model.fused_kernel_options.impl_backend == ("contract" if contract else "torch")
+    bypass = choices.get("correction", "none") == "bypass_ppo"
+    assert config.algorithm.rollout_correction.bypass_mode is bypass
+    assert (config.actor_rollout_ref.actor.policy_loss.loss_mode == "bypass_mode") is bypass
+    assert OmegaConf.missing_keys(config) == {"reward.reward_model.rollout.name"}
+
+
+def pairwise(groups):
+    """A small list of choices in which every pair of options of any two groups occurs."""
+    names = sorted(groups)
+    wanted = {
+        frozenset([(a, x), (b, y)]) for a, b in itertools.combinations(names, 2) for x in groups[a] for y in groups[b]
+    }
+    rows = []
+    while wanted:
+        row = dict(next(iter(sorted(map(sorted, wanted)))))
+        for name in names:
+            if name not in row:
+                row[name] = max(
+                    groups[name],
+                    key=lambda option: sum(frozenset([(name, option), pair]) in wanted for pair in row.items()),
+                )
+        wanted -= {frozenset(pair) for pair in itertools.combinations(sorted(row.items()), 2)}
+        rows.append(row)
+    return rows
+
+
+def test_every_group_offers_something():
+    assert set(GROUPS) == {"cluster", "correction", "model", "rollout", "task", "tracker", "trainer"}
+    assert all(GROUPS.values())
+    assert GROUPS["rollout"] == ["stock", "vexact", "vllm", "vllm_invariant"]
+    assert GROUPS["trainer"] == ["contract", "stock"]
+    assert GROUPS["correction"] == ["bypass_ppo", "none", "recompute"]
+    assert RECIPES == ["cpu_grpo", "cpu_moe_grpo", "cpu_reinforce"]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recipe_as_it_is_becomes_verl_dataclasses(recipe, model_folder):
+    from verl.utils.config import omega_conf_to_dataclass
+
+    with hydra_for(find_recipe(recipe)):
+        config = config_of(recipe, {}, model_folder)
+    assert_choices_arrived(config, recipe, {})
+    assert_verl_takes(config)
+    model = omega_conf_to_dataclass(config.actor_rollout_ref.model)
+    assert model.hf_config._attn_implementation == "sdpa"
+    assert model.tokenizer.eos_token == "<|im_end|>"
+
+
+def test_every_pair_of_choices_composes():
+    rows = pairwise({"recipe": RECIPES, **GROUPS})
+    assert len(rows) < 60
+    for recipe in RECIPES:
+        with hydra_for(find_recipe(recipe)):
+            for row in rows:
+                if row["recipe"] == recipe:
+                    choices = {group: choice for group, choice in row.items() if group != "recipe"}
+                    config = config_of(recipe, choices)
+                    assert_choices_arrived(config, recipe, choices)
+                    assert_verl_takes(config)
+
+
+def _compose_all(recipe, rollout):
+    count = 0
+    with hydra_for(find_recipe(recipe)):
+        for rest in itertools.product(*(GROUPS[name] for name in PRODUCT[1:])):
+            choices = {"rollout": rollout, **dict(zip(PRODUCT[1:], rest, strict=True))}
+            config = config_of(recipe, choices)
+            assert_choices_arrived(config, recipe, choices)
+            assert_verl_takes(config)
+            count += 1
+    return count
+
+
+@pytest.mark.slow
+def test_the_whole_product_composes():
+    jobs = list(itertools.product(RECIPES, GROUPS["rollout"]))
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
+        counts = list(pool.map(_compose_all, *zip(*jobs, strict=True)))
+    expected = len(RECIPES)
+    for name in PRODUCT:
+        expected *= len(GROUPS[name])
+    assert sum(counts) == expected
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "trainer.total_training_steps=20",
+        "actor_rollout_ref.rollout.temperature=0.6",
+        "actor_rollout_ref.actor.optim.lr=3e-6",
+        "data.max_response_length=17",
+        "algorithm.gamma=0.9",
+        "trainer.use_v1=false",
+        "tim.gate.on_mismatch=warn",
+        "+actor_rollout_ref.model.override_config.sliding_window=null",
+    ],
+)
+def test_a_key_override_wins_over_every_group(override):
+    key, value = override.lstrip("+").split("=")
+    with hydra_for(find_recipe("cpu_grpo")):
+        config = compose_config(
+            find_recipe("cpu_grpo"), ["rollout=stock", "trainer=stock", "correction=recompute", override]
+        )
+    assert str(OmegaConf.select(config, key)).lower() == str(OmegaConf.create(f"v: {value}").v).lower()
+
+
+def test_verls_own_groups_are_still_reachable():
+    with hydra_for(find_recipe("cpu_grpo")):
+        config = compose_config(
+            find_recipe("cpu_grpo"), ["model_engine=dp", "rollout@actor_rollout_ref.rollout=rollout"]
+        )
+    assert config.actor_rollout_ref.rollout.name == "vexact"
+
+
+def test_reinforce_takes_one_step_per_batch_without_a_ratio():
+    with hydra_for(find_recipe("cpu_reinforce")):
+        config = config_of("cpu_reinforce", {})
+        halved = compose_config(find_recipe("cpu_reinforce"), ["data.train_batch_size=64"])
+    actor = config.actor_rollout_ref.actor
+    assert actor.ppo_mini_batch_size == config.data.train_batch_size
+    assert actor.ppo_epochs == 1
+    assert actor.policy_loss.loss_mode == "gpg"
+    assert config.algorithm.adv_estimator == "reinforce_plus_plus"
+    assert halved.actor_rollout_ref.actor.ppo_mini_batch_size == 64
+
+
+def test_only_the_rollout_differs_between_the_runs_of_a_pair():
+    def flat(rollout):
+        with hydra_for(find_recipe("cpu_grpo")):
+            config = compose_config(
+                find_recipe("cpu_grpo"),
+                [
+                    f"rollout={rollout}",
+                    "tim.run_dir=runs/x",
+                    "trainer.experiment_name=x",
+                    "actor_rollout_ref.model.path=M",
+                ],
+            )
+        prepare.resolve(config)
+        result = {}
+
+        def walk(node, prefix):
+            for key, value in node.items():
+                if isinstance(value, dict):
+                    walk(value, f"{prefix}{key}.")
+                else:
+                    result[f"{prefix}{key}"] = value
+
+        walk(OmegaConf.to_container(config), "")
+        return result
+
+    exact, stock = flat("vexact"), flat("stock")
+    differing = {key for key in exact.keys() | stock.keys() if exact.get(key) != stock.get(key)}
+    assert {key for key in differing if not key.startswith("actor_rollout_ref.rollout.engine_kwargs.")} == {
+        "actor_rollout_ref.rollout.name",
+        "distillation.teacher_models.teacher_model.inference.name",
+        "tim.choices.rollout",
+    }
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_choice_of_rollout_changes_the_rollout_only(recipe):
+    """A comparison changes one thing: the page must find nothing else that differs."""
+    from verl_tim.diagnosis.config_diff import diff_configs
+
+    configs = {}
+    with hydra_for(find_recipe(recipe)):
+        for rollout in ("vexact", "stock"):
+            overrides = [
+                f"rollout={rollout}",
+                "actor_rollout_ref.model.path=MODEL",
+                f"trainer.experiment_name={rollout}",
+            ]
+            config = compose_config(find_recipe(recipe), overrides)
+            prepare.absolute_paths(config)
+            prepare.resolve(config)
+            configs[rollout] = OmegaConf.to_container(config, throw_on_missing=False)
+    assert [difference.key for difference in diff_configs(configs)] == []
+    assert any(difference.of_rollout for difference in diff_configs(configs, include_rollout=True))

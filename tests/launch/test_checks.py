@@ -1,0 +1,459 @@
+"""Bad input is named, with key and remedy, before anything is started."""
+
+import copy
+import json
+import shutil
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from omegaconf import OmegaConf
+
+from verl_tim.launch import prepare
+from verl_tim.launch.checks import data, keys, machine, model, verl_config
+from verl_tim.launch.compose import compose_config, hydra_for, split_recipe
+from verl_tim.launch.errors import LaunchError
+from verl_tim.launch.run_folder import check_free, claim
+from verl_tim.launch.start import composed, make_ready
+
+ROW = {
+    "data_source": "reasoning_gym/chain_sum",
+    "prompt": [{"role": "user", "content": "1 + 2 ="}],
+    "reward_model": {"style": "rule", "ground_truth": "3"},
+}
+
+
+@pytest.fixture
+def parquet(tmp_path):
+    def write(name="train", rows=64, **changes):
+        path = tmp_path / f"{name}.parquet"
+        row = {key: value for key, value in {**ROW, **changes}.items() if value is not None}
+        pq.write_table(pa.Table.from_pylist([row] * rows), path)
+        return path
+
+    return write
+
+
+@pytest.fixture(scope="module")
+def composer():
+    """Composes cpu_grpo with overrides; Hydra is initialised once, and free again for the next module."""
+    recipe, _ = split_recipe([])
+    with hydra_for(recipe):
+        yield lambda *overrides: compose_config(recipe, overrides)
+
+
+@pytest.fixture(scope="module")
+def base(composer):
+    return composer()
+
+
+@pytest.fixture
+def config_of(base, composer, model_folder, parquet, tmp_path):
+    """A config that can run, with overrides. Composing takes a third of a second: only a group's choice is composed."""
+
+    def make(*overrides):
+        groups = [word for word in overrides if "." not in word.split("=")[0]]
+        config = composer(*groups) if groups else copy.deepcopy(base)
+        files = str(parquet("good"))
+        for key, value in (
+            ("actor_rollout_ref.model.path", str(model_folder)),
+            ("data.train_files", files),
+            ("data.val_files", files),
+            ("tim.run_dir", f"{tmp_path}/run"),
+            ("tim.cache_dir", f"{tmp_path}/cache"),
+            *(word.split("=", 1) for word in overrides if word not in groups),
+        ):
+            known = OmegaConf.select(config, key.lstrip("+").rpartition(".")[0]) is not None
+            assert known or key.startswith("+"), key
+            value = OmegaConf.create(f"value: {value}").value if isinstance(value, str) else value
+            OmegaConf.update(config, key.lstrip("+"), value, force_add=key.startswith("+"))
+        prepare.absolute_paths(config)
+        prepare.resolve(config)
+        return config
+
+    return make
+
+
+def only(findings):
+    (finding,) = list(findings)
+    return finding
+
+
+def test_a_good_config_has_no_finding(config_of):
+    config = config_of()
+    for check in (
+        keys.check,
+        check_free,
+        machine.check,
+        machine.check_packages,
+        model.check_model,
+        model.check_tokenizer,
+    ):
+        assert list(check(config)) == []
+    for check in (data.check_files, data.check_lengths, verl_config.check_verl_tim, verl_config.check_verl):
+        assert list(check(config)) == []
+
+
+# ---------------------------------------------------------------------------------------------------------- overrides
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "words"),
+    [
+        (["trainer.total_training_step=2"], "trainer.total_training_step", "trainer.total_training_steps"),
+        (["total_training_steps=2"], "total_training_steps", "trainer.total_training_steps"),
+        (
+            ["actor_rollout_ref.rollout.temp=1"],
+            "actor_rollout_ref.rollout.temp",
+            "actor_rollout_ref.rollout.temperature",
+        ),
+        (["rolout=stock"], "rolout", "rollout"),
+        (["rollout=stok"], "rollout", "'stock'"),
+        (["trainer=contrakt"], "trainer", "'contract'"),
+        (["correction=tis"], "correction", "bypass_ppo, none, recompute"),
+        (["task=chainsum"], "task", "'chain_sum'"),
+        (["recipe=cpu_grop"], "recipe", "'cpu_grpo'"),
+        (["recipe=nowhere/mine.yaml"], "recipe", "path of a YAML"),
+        (["recipe=cpu_grpo", "recipe=cpu_grpo"], "recipe", "one recipe"),
+        (["rollout"], "rollout", "KEY=VALUE"),
+        (["data.train_batch_size=[1"], "data.train_batch_size=[1", "KEY=VALUE"),
+    ],
+)
+def test_what_does_not_compose_is_named(overrides, key, words):
+    with pytest.raises(LaunchError) as caught:
+        composed(overrides)
+    finding = only(caught.value.findings)
+    assert finding.key == key
+    assert words in finding.remedy
+
+
+def test_unknown_tim_key(composer):
+    config = composer("+tim.gat.exact=false")
+    prepare.absolute_paths(config)
+    findings = {finding.key: finding for finding in keys.check(config)}
+    assert "tim.gate" in findings["tim.gat"].remedy
+    assert set(findings) == {"tim.gat", "tim.gat.exact"}
+
+
+def test_generator_settings_are_the_tasks_business(config_of):
+    assert list(keys.check(config_of("+tim.task.difficulty.min_terms=2"))) == []
+
+
+def test_unset_keys_are_named(composer):
+    config = composer("task=parquet", "model=hf")
+    prepare.absolute_paths(config)
+    found = {finding.key: finding.remedy for finding in keys.check(config)}
+    assert set(found) == {"data.train_files", "data.val_files", "actor_rollout_ref.model.path"}
+    assert "prompt, data_source, reward_model" in found["data.train_files"]
+
+
+def test_unset_keys_stop_the_start(tmp_path):
+    config = composed(["task=parquet", "model=hf", f"tim.run_dir={tmp_path}/run"])
+    with pytest.raises(LaunchError, match=r"data\.train_files"):
+        make_ready(config, progress=False)
+
+
+# -------------------------------------------------------------------------------------------------------------- model
+
+
+def test_missing_model_folder(config_of):
+    finding = only(model.check_model(config_of("actor_rollout_ref.model.path=/nowhere/model")))
+    assert finding.key == "actor_rollout_ref.model.path"
+    assert "/nowhere/model" in finding.problem
+
+
+def test_folder_that_is_no_model(config_of, tmp_path):
+    finding = only(model.check_model(config_of(f"actor_rollout_ref.model.path={tmp_path}")))
+    assert "no config.json" in finding.problem
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda folder: (folder / "config.json").write_text("{"), "cannot be read"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "no weights"),
+        (lambda folder: _shards(folder, '{"weight_map": {"a": "model.safetensors", "b": "2.safetensors"}}'), "lacks 2"),
+        (lambda folder: _shards(folder, "[]"), "not an index"),
+        (lambda folder: _edit(folder / "config.json", architectures=["A", "B"]), "exactly one"),
+        (lambda folder: _edit(folder / "config.json", architectures=None), "exactly one"),
+    ],
+)
+def test_broken_model_folder(config_of, model_folder, tmp_path, spoil, words):
+    folder = tmp_path / "model"
+    shutil.copytree(model_folder, folder)
+    spoil(folder)
+    finding = only(model.check_model(config_of(f"actor_rollout_ref.model.path={folder}")))
+    assert finding.key == "actor_rollout_ref.model.path"
+    assert words in finding.problem
+
+
+def _shards(folder, index):
+    (folder / "model.safetensors.index.json").write_text(index)
+
+
+def _edit(path, **changes):
+    content = json.loads(path.read_text())
+    content.update(changes)
+    path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda folder: [path.unlink() for path in folder.glob("tokenizer*")], "no tokenizer"),
+        (lambda folder: (folder / "chat_template.jinja").unlink(), "no chat template"),
+        (lambda folder: _edit(folder / "tokenizer_config.json", eos_token=None), "no eos_token"),
+        (lambda folder: _edit(folder / "config.json", vocab_size=8), "only 8 rows"),
+    ],
+)
+def test_tokenizer_without_what_verl_needs(config_of, model_folder, tmp_path, spoil, words):
+    folder = tmp_path / "model"
+    shutil.copytree(model_folder, folder)
+    spoil(folder)
+    findings = list(model.check_tokenizer(config_of(f"actor_rollout_ref.model.path={folder}")))
+    assert any(words in finding.problem for finding in findings)
+    assert all(finding.key in (model.KEY, model.TOKENIZER_KEY) for finding in findings)
+
+
+def test_qwen_tokenizer_without_its_end_of_turn(config_of, model_folder, tmp_path):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    folder = tmp_path / "model"
+    shutil.copytree(model_folder, folder)
+    plain = Tokenizer(models.WordLevel({"<unk>": 0, "<eos>": 1, "1": 2}, unk_token="<unk>"))
+    plain.pre_tokenizer = pre_tokenizers.Whitespace()
+    for path in (*folder.glob("tokenizer*"), folder / "chat_template.jinja"):
+        path.unlink()
+    PreTrainedTokenizerFast(
+        tokenizer_object=plain, eos_token="<eos>", unk_token="<unk>", chat_template="{{ messages[0]['content'] }}"
+    ).save_pretrained(folder)
+    problems = " ".join(
+        finding.problem for finding in model.check_tokenizer(config_of(f"actor_rollout_ref.model.path={folder}"))
+    )
+    assert "<|im_end|>" in problems
+    assert "line break" in problems
+
+
+# --------------------------------------------------------------------------------------------------------------- data
+
+
+def test_missing_data_file(config_of):
+    finding = only(data.check_files(config_of("data.train_files=/nowhere/train.parquet")))
+    assert (finding.key, "/nowhere/train.parquet" in finding.problem) == ("data.train_files", True)
+
+
+@pytest.mark.parametrize("column", ["prompt", "data_source", "reward_model"])
+def test_missing_column_is_named(config_of, parquet, column):
+    finding = only(data.check_files(config_of(f"data.val_files={parquet('bad', **{column: None})}")))
+    assert finding.key == "data.val_files"
+    assert f"lacks column {column}" in finding.problem
+
+
+def test_renamed_prompt_column_is_fine(config_of, parquet):
+    path = parquet("renamed", prompt=None, question=ROW["prompt"])
+    assert (
+        list(
+            data.check_files(
+                config_of(f"data.train_files={path}", f"data.val_files={path}", "data.prompt_key=question")
+            )
+        )
+        == []
+    )
+
+
+def test_prompt_that_is_no_chat(config_of, parquet):
+    finding = only(data.check_files(config_of(f"data.train_files={parquet('bad', prompt='1 + 2')}")))
+    assert "row 0" in finding.problem
+    assert "role" in finding.problem
+
+
+def test_reward_model_without_truth(config_of, parquet):
+    finding = only(data.check_files(config_of(f"data.train_files={parquet('bad', reward_model={'style': 'rule'})}")))
+    assert "ground_truth" in finding.problem
+
+
+@pytest.mark.parametrize("name", ["bad.parquet", "bad.csv", "bad.jsonl"])
+def test_file_that_is_no_data(config_of, tmp_path, name):
+    (tmp_path / name).write_text("not a table\n")
+    finding = only(data.check_files(config_of(f"data.train_files={tmp_path / name}")))
+    assert finding.key == "data.train_files"
+
+
+def test_fewer_rows_than_a_batch(config_of, parquet):
+    finding = only(data.check_files(config_of(f"data.train_files={parquet('few', rows=3)}")))
+    assert finding.key == "data.train_batch_size"
+    assert "3 rows" in finding.problem
+
+
+def test_prompt_plus_answer_over_the_context(config_of):
+    finding = only(data.check_lengths(config_of("data.max_response_length=5000")))
+    assert finding.key == "data.max_response_length"
+    assert "1024" in finding.problem
+
+
+def test_prompt_longer_than_allowed(config_of, parquet):
+    path = parquet("long", prompt=[{"role": "user", "content": "1 + " * 100}])
+    config = config_of(f"data.train_files={path}", "data.max_prompt_length=64")
+    finding = only(data.check_lengths(config))
+    assert finding.key == "data.max_prompt_length"
+    longest = int(finding.remedy.split("data.max_prompt_length=")[1].split(",")[0])
+    config.data.max_prompt_length = config.actor_rollout_ref.rollout.prompt_length = longest
+    assert list(data.check_lengths(config)) == []
+    config.data.max_prompt_length = 64
+    config.data.filter_overlong_prompts = True
+    assert list(data.check_lengths(config)) == []
+
+
+# ------------------------------------------------------------------------------------------------------------ machine
+
+
+def test_gpu_cluster_without_gpu(config_of, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    finding = only(machine.check(config_of("cluster=gpu1")))
+    assert (finding.key, finding.remedy) == ("trainer.n_gpus_per_node", "take cluster=cpu")
+
+
+def test_vllm_without_gpu_and_package(config_of, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.setattr("verl_tim.launch.checks.machine.find_spec", lambda name: None)
+    config = config_of("rollout=vllm", "tracker=wandb")
+    assert only(machine.check(config)).key == "rollout"
+    found = {finding.key: finding.remedy for finding in machine.check_packages(config)}
+    assert "verl_tim[gpu]" in found["rollout"]
+    assert "verl_tim[wandb]" in found["trainer.logger"]
+    assert "TransferQueue" in found["trainer.use_v1"]
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("ray_kwargs.ray_init.num_cpus=4", "ray_kwargs.ray_init.num_cpus"),
+        ("actor_rollout_ref.rollout.tensor_model_parallel_size=2", "tensor_model_parallel_size"),
+        ("actor_rollout_ref.rollout.pipeline_model_parallel_size=2", "pipeline_model_parallel_size"),
+        ("+actor_rollout_ref.rollout.engine_kwargs.vexact.pages=2", "engine_kwargs.vexact"),
+        ("actor_rollout_ref.actor.strategy=fsdp", "actor_rollout_ref.actor.strategy"),
+        ("actor_rollout_ref.rollout.dtype=float32", "actor_rollout_ref.rollout.dtype"),
+    ],
+)
+def test_what_the_engine_cannot_do(config_of, override, key):
+    findings = [f"{finding.key} {finding.problem}" for finding in verl_config.check_verl_tim(config_of(override))]
+    assert any(key in finding for finding in findings)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("actor_rollout_ref.actor.ppo_mini_batch_size=7", "does not divide"),
+        ("actor_rollout_ref.actor.ppo_mini_batch_size=4096", "train_batch_size"),
+        ("trainer.n_gpus_per_node=3", "3 ranks"),
+        ("algorithm.adv_estimator=gae", "critic"),
+        ("actor_rollout_ref.actor.loss_agg_mode=token-median", "token-median"),
+        ("+actor_rollout_ref.actor.policy_loss.unknown_knob=1", "unknown_knob"),
+        ("+actor_rollout_ref.rollout.typical_p=0.5", "typical_p"),
+        ("+actor_rollout_ref.rollout.val_kwargs.beam=2", "beam"),
+    ],
+)
+def test_what_verl_refuses(config_of, override, words):
+    assert words in only(verl_config.check_verl(config_of(override))).problem
+
+
+def test_micro_batches_that_do_not_divide(config_of):
+    fixed = ["actor_rollout_ref.actor.use_dynamic_bsz=false", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=6"]
+    found = list(
+        verl_config.check_verl(config_of(*fixed, "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=48"))
+    )
+    assert [(finding.key, finding.problem.split(" and")[0]) for finding in found] == [
+        ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", "is 6"),
+        ("actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu", "is 48"),
+    ]
+
+
+# --------------------------------------------------------------------------------------------------------- run folder
+
+
+def test_run_folder_is_taken_once(config_of):
+    config = config_of()
+    folder = claim(config)
+    assert OmegaConf.load(folder.path / "config.yaml") == config
+    finding = only(check_free(config))
+    assert finding.key == "tim.run_dir"
+    with pytest.raises(LaunchError, match=r"tim.run_dir"):
+        claim(config)
+
+
+def test_run_folder_may_be_resumed(config_of):
+    config = config_of()
+    claim(config)
+    config.trainer.resume_mode = "auto"
+    assert list(check_free(config)) == []
+    assert claim(config).path.is_dir()
+
+
+def test_run_folder_that_is_a_file(config_of, tmp_path):
+    (tmp_path / "run").write_text("")
+    assert "is a file" in only(check_free(config_of())).problem
+
+
+def test_nothing_is_left_to_resolve(config_of):
+    config = config_of()
+
+    def walk(node):
+        for value in node.values() if isinstance(node, dict) else node:
+            if isinstance(value, (dict, list)):
+                yield from walk(value)
+            else:
+                yield value
+
+    assert not [value for value in walk(OmegaConf.to_container(config)) if isinstance(value, str) and "${" in value]
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("tim.task.name=chainsum", "chainsum"),
+        ("+tim.task.difficulty.min_term=2", "min_term"),
+        ("tim.task.train_size=0", "train_size"),
+    ],
+)
+def test_bad_task_settings(composer, tmp_path, override, words):
+    config = composer(f"tim.cache_dir={tmp_path}", override)
+    with pytest.raises(LaunchError, match=words):
+        prepare.make_data(config, progress=False)
+
+
+def test_data_are_made_and_found_again(composer, tmp_path):
+    made = []
+    for _ in range(2):
+        config = composer(f"tim.cache_dir={tmp_path}", "tim.task.train_size=16", "tim.task.val_size=4")
+        prepare.make_data(config, progress=False)
+        made.append(config.data.train_files)
+    assert made[0] == made[1]
+    assert list(data.check_files(config_with_batch(config, 16))) == []
+
+
+def config_with_batch(config, size):
+    config.data.train_batch_size = size
+    return config
+
+
+def test_a_run_that_cannot_start_makes_nothing(composer, tmp_path, monkeypatch):
+    """What can be known without model and data is known before they are made."""
+    monkeypatch.setattr(prepare, "make_missing", lambda *_, **__: pytest.fail("made something"))
+    config = composer(
+        f"tim.cache_dir={tmp_path}",
+        f"tim.run_dir={tmp_path}/run",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+    )
+    with pytest.raises(LaunchError, match="tensor_model_parallel_size"):
+        make_ready(config, progress=False)
+
+
+def test_a_registration_that_failed_stops_the_start(monkeypatch):
+    """verl swallows what goes wrong in a plugin; the start must not."""
+    from verl_tim import plugin
+    from verl_tim.launch import start
+
+    monkeypatch.setitem(plugin._failed, "register_rollouts", RuntimeError("no such registry"))
+    with pytest.raises(LaunchError, match="no such registry"):
+        start.make_ready(OmegaConf.create({}))

@@ -1,0 +1,78 @@
+"""What is made at the start is checked before it is made, and so is the place for it."""
+
+import pytest
+
+from verl_tim.launch import prepare
+from verl_tim.launch.checks import made
+from verl_tim.launch.errors import LaunchError
+from verl_tim.launch.run_folder import claim
+from verl_tim.launch.start import composed
+
+
+@pytest.fixture
+def resolved(tmp_path):
+    def make(*overrides):
+        config = composed([f"tim.run_dir={tmp_path}/run", f"tim.cache_dir={tmp_path}/cache", *overrides])
+        prepare.resolve(config)
+        return config
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "problem"),
+    [
+        ("tim.task.name=unknown", "tim.task.name", "unknown task 'unknown'"),
+        ("tim.task.train_size=-5", "tim.task.train_size", "-5"),
+        ("+tim.task.difficulty.min_trms=3", "tim.task.difficulty", "min_trms"),
+        ("tim.model.kind=gpt", "tim.model.kind", "gpt"),
+        ("+tim.model.difficulty.min_trms=3", "tim.model.difficulty", "min_trms"),
+    ],
+)
+def test_settings_of_which_nothing_can_be_made(resolved, override, key, problem):
+    (finding,) = made.check_settings(resolved(override))
+    assert finding.key == key
+    assert problem in finding.problem
+
+
+def test_settings_that_nobody_reads_are_left_alone(resolved):
+    config = resolved(
+        "tim.task.name=unknown",
+        "data.train_files=a.parquet",
+        "data.val_files=b.parquet",
+        "actor_rollout_ref.model.path=m",
+    )
+    assert list(made.check_settings(config)) == []
+
+
+def test_places(resolved, tmp_path):
+    file = tmp_path / "file"
+    file.write_text("")
+    config = resolved(f"tim.run_dir={file}/run", "tim.cache_dir=/proc/cache")
+    findings = {finding.key: finding.problem for finding in made.check_places(config)}
+    assert str(file) in findings["tim.run_dir"]
+    assert "cannot be written" in findings["tim.cache_dir"]
+    assert list(made.check_places(resolved())) == []
+
+
+def test_a_folder_that_fails_all_the_same(resolved, monkeypatch):
+    config = resolved()
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("verl_tim.launch.run_folder.RunFolder.create", full)
+    with pytest.raises(LaunchError, match=r"tim\.run_dir.*No space left"):
+        claim(config)
+    monkeypatch.setattr("verl_tim.tasks.dataset.build_dataset", full)
+    with pytest.raises(LaunchError, match=r"tim\.cache_dir.*No space left"):
+        prepare.make_data(config)
+
+
+def test_a_warm_up_that_fails_names_the_difficulty(resolved, monkeypatch):
+    def fails(*args, **kwargs):
+        raise RuntimeError("the model scores 0.01 on chain_sum after its work stage")
+
+    monkeypatch.setattr("verl_tim.tasks.base_model.build_base_model", fails)
+    with pytest.raises(LaunchError, match=r"tim\.model\.difficulty.*0\.01"):
+        prepare.make_model(resolved())

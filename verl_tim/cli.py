@@ -1,0 +1,32 @@
+"""The console script `verl-tim`: one module of `verl_tim.commands` per command, imported only for its signature.
+
+What a command needs beyond typer and rich it imports when it runs, so that `verl-tim --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import typer
+
+from verl_tim.commands import compare, data, doctor, model, quickstart, train, verify
+
+app = typer.Typer(
+    name="verl-tim",
+    help="Zero training-inference mismatch for verl: exact rollouts, correction, diagnosis.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+# How the help lists them.
+for module in (quickstart, train, verify, compare, doctor, data, model):
+    app.command(module.NAME, help=module.HELP, no_args_is_help=module.NEEDS_ARGUMENTS)(module.command)
+
+
+def main() -> None:
+    """Entry point."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

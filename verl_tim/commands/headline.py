@@ -1,0 +1,51 @@
+"""The few numbers of a run that a terminal shows, out of verl's metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import mean, median
+from typing import Any
+
+from verl_tim.launch.process import Step
+
+REWARD = "critic/score/mean"
+# Nats; written by this package's trainer. Exactly 0 means equal bits.
+MISMATCH = "tim/delta_abs_max"
+STEP_TIME = "timing_s/step"
+_VALIDATION_PREFIX = "val-core/"
+
+
+def validation_of(metrics: dict[str, Any]) -> float | None:
+    """The validation score of a step, None where none was taken; the first of several data sources by name."""
+    names = sorted(name for name in metrics if name.startswith(_VALIDATION_PREFIX) and "/mean@" in name)
+    return metrics[names[0]] if names else None
+
+
+def headline(steps: Sequence[Step], edge: int = 5) -> dict[str, Any]:
+    """Reward (mean of the first and last `edge` steps), validation, largest mismatch, seconds per step.
+
+    A number that the run did not log is None.
+    """
+    rewards = [step.metrics[REWARD] for step in steps if REWARD in step.metrics]
+    validations = [value for step in steps if (value := validation_of(step.metrics)) is not None]
+    mismatches = [step.metrics[MISMATCH] for step in steps if MISMATCH in step.metrics]
+    # the first step compiles and warms caches
+    times = [step.metrics[STEP_TIME] for step in steps if STEP_TIME in step.metrics][1:]
+    return {
+        "steps": max((step.number for step in steps), default=0),
+        "reward_first": mean(rewards[:edge]) if rewards else None,
+        "reward_last": mean(rewards[-edge:]) if rewards else None,
+        "validation_first": validations[0] if validations else None,
+        "validation_last": validations[-1] if validations else None,
+        "mismatch_max": max(mismatches) if mismatches else None,
+        "seconds_per_step": median(times) if times else None,
+    }
+
+
+def number(value: float | None) -> str:
+    """A number as a table shows it; exactly zero is `0`, so that it is never a rounded one."""
+    if value is None:
+        return "-"
+    if value == 0:
+        return "0"
+    return f"{value:.3g}"

@@ -1,0 +1,112 @@
+"""`verl-tim train`: compose, prepare, check, and run verl's own trainer, with its log in the run folder."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from verl_tim.commands.output import bad_input, print_json, stderr, table
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from verl_tim.launch.process import Outcome
+
+NAME = "train"
+HELP = (
+    "Train with verl.\n\n"
+    "[dim]verl-tim train recipe=cpu_grpo rollout=vexact correction=none trainer.total_training_steps=20[/]\n\n"
+    "Groups: rollout, trainer, correction, task, model, cluster, tracker; any key of verl or tim: may follow."
+)
+NEEDS_ARGUMENTS = False
+
+
+def command(
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[recipe=NAME] [KEY=VALUE]...", help="Hydra overrides.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option(help="Stop before the start and print the resolved config.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
+) -> None:
+    """Train."""
+    from verl_tim.launch.start import ready
+
+    with bad_input():
+        stderr().print("[dim]composing and checking[/]")
+        config = ready(overrides or [])
+    if dry_run:
+        from omegaconf import OmegaConf
+
+        typer.echo(OmegaConf.to_yaml(config))
+        return
+    with bad_input():
+        outcome = run(config, label=str(config.trainer.experiment_name))
+    show(config, outcome, as_json=as_json)
+    raise typer.Exit(outcome.exit_code)
+
+
+def run(config: DictConfig, *, label: str) -> Outcome:
+    """Claim the run folder and run verl in it to its end, with a live line on stderr."""
+    from pathlib import Path
+
+    from verl_tim.commands.progress import RunProgress
+    from verl_tim.launch.process import run_verl, shell_line, verl_command
+    from verl_tim.launch.run_folder import claim
+
+    folder = claim(config).path
+    console = stderr()
+    console.print(f"[dim]run folder {folder}\n{shell_line(verl_command(Path(folder)))}[/]", soft_wrap=True)
+    with RunProgress(console, label, config.trainer.total_training_steps) as progress:
+        return run_verl(folder, on_step=progress.on_step)
+
+
+def show(config: DictConfig, outcome: Outcome, *, as_json: bool) -> None:
+    """The summary on stdout, and, for a run that failed, its cause on stderr."""
+    from verl_tim.commands.headline import headline, number
+
+    values = headline(outcome.steps)
+    if as_json:
+        print_json(
+            {
+                "exit_code": outcome.exit_code,
+                "run_dir": config.tim.run_dir,
+                "choices": dict(config.tim.choices),
+                "seconds": round(outcome.seconds, 1),
+                "log": str(outcome.log),
+                "cause": list(outcome.cause),
+                **values,
+            }
+        )
+    elif outcome.exit_code == 0:
+        choices = config.tim.choices
+        rows = [
+            ("rollout / trainer / correction", f"{choices.rollout} / {choices.trainer} / {choices.correction}"),
+            ("steps", values["steps"]),
+            ("reward, first and last 5 steps", f"{number(values['reward_first'])} -> {number(values['reward_last'])}"),
+            (
+                "validation, first and last",
+                f"{number(values['validation_first'])} -> {number(values['validation_last'])}",
+            ),
+            ("largest mismatch, nats", number(values["mismatch_max"])),
+            ("seconds per step, median", number(values["seconds_per_step"])),
+            ("seconds in all", f"{outcome.seconds:.0f}"),
+            ("run folder", config.tim.run_dir),
+        ]
+        table(str(config.trainer.experiment_name), ("", ""), rows)
+    if outcome.exit_code != 0:
+        explain_failure(outcome)
+
+
+def explain_failure(outcome: Outcome) -> None:
+    """The end of the traceback and where the log is, on stderr."""
+    from rich.text import Text
+
+    console = stderr()
+    if outcome.exit_code == 130:
+        console.print("[bold]stopped[/]; verl and its Ray cluster are ended")
+    else:
+        console.print(f"[bold red]verl ended with exit code {outcome.exit_code}[/]")
+        for line in outcome.cause:
+            console.print(Text("  " + line), soft_wrap=True)
+    console.print(f"the whole log: {outcome.log}", soft_wrap=True)

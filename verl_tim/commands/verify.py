@@ -1,0 +1,265 @@
+"""`verl-tim verify`: the exactness gate, rollout against trainer on tokens that the rollout really drew."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from verl_tim.commands.output import bad_input, print_json, stderr, stdout
+
+if TYPE_CHECKING:
+    from verl_tim.diagnosis.gate import LadderResult
+
+NAME = "verify"
+HELP = (
+    "The exactness gate: rollout against trainer, bit by bit, under odd batches, chunks, preemption, prefix hits, "
+    "temperatures and weight updates. Exit code 1 on the first differing bit, with its place and cause."
+)
+NEEDS_ARGUMENTS = False
+
+DTYPES = ("bfloat16", "float32")
+ROLLOUTS = ("vexact", "stock")
+PROMPTS_PER_FILE = 256
+
+
+@dataclass(frozen=True)
+class Target:
+    """One model to verify: a folder, a label, and what the rollout of it is."""
+
+    label: str
+    model_path: str
+    rollout: str
+    dtypes: tuple[str, ...]
+    prompt_files: tuple[str, ...] = ()
+
+
+def command(
+    subjects: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[RUN|MODEL]...",
+            help="Run folders or Hugging Face model folders; none: a random dense and a random MoE model.",
+        ),
+    ] = None,
+    rollout: Annotated[
+        str | None,
+        typer.Option(help="vexact, or stock (sizes are reported, not judged); default: the run's, else vexact."),
+    ] = None,
+    dtype: Annotated[
+        list[str] | None,
+        typer.Option(help="Compute dtype of both sides: bfloat16, float32; default: the run's, else both."),
+    ] = None,
+    requests: Annotated[int, typer.Option(min=4, help="Requests per scenario.")] = 24,
+    tokens: Annotated[int, typer.Option(min=4, help="Most response tokens per request.")] = 32,
+    seed: Annotated[int, typer.Option(help="Of prompts and draws.")] = 0,
+    plant: Annotated[
+        str | None,
+        typer.Option(
+            help="Plant an error that the gate must catch: one_ulp, stock_kernel, wrong_temperature, skipped_update."
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON instead of tables.")] = False,
+) -> None:
+    """Verify."""
+    with tempfile.TemporaryDirectory(prefix="verl-tim-verify-") as work, bad_input():
+        targets = resolve(subjects or [], rollout=rollout, dtypes=dtype, work=Path(work))
+        fault = _fault(plant)
+        reports: list[dict[str, Any]] = []
+        code = 0
+        with fault:
+            for target in targets:
+                for name in target.dtypes:
+                    result, facts = climb_target(target, name, requests=requests, tokens=tokens, seed=seed)
+                    reports.append(
+                        {"subject": target.label, "dtype": name, "rollout": target.rollout, **facts, **result.to_dict()}
+                    )
+                    code = max(code, result.exit_code)
+                    if not as_json:
+                        stdout().print(result.table(f"{target.label}, {name}, rollout={target.rollout}"))
+                        stdout().print(result.summary() + "\n", soft_wrap=True)
+    if as_json:
+        print_json({"passed": code == 0, "exit_code": code, "planted": plant, "subjects": reports})
+    if code:
+        raise typer.Exit(code)
+
+
+def resolve(subjects: list[str], *, rollout: str | None, dtypes: list[str] | None, work: Path) -> list[Target]:
+    """What to verify.
+
+    Raises LaunchError for a subject that is neither a run nor a model, and for unknown option values.
+    """
+    from verl_tim.launch.errors import LaunchError
+
+    for key, values, known in (
+        ("--rollout", [rollout] if rollout else [], ROLLOUTS),
+        ("--dtype", dtypes or [], DTYPES),
+    ):
+        for value in values:
+            if value not in known:
+                raise LaunchError.of(key, f"{value!r} is unknown", f"choose from {', '.join(known)}")
+    chosen = tuple(dtypes) if dtypes else None
+    if not subjects:
+        from verl_tim.verification.random_models import KINDS, make_random_model
+
+        return [
+            Target(f"random {kind}", str(make_random_model(kind, work / kind)), rollout or "vexact", chosen or DTYPES)
+            for kind in KINDS
+        ]
+    return [_subject(subject, rollout, chosen) for subject in subjects]
+
+
+def _subject(subject: str, rollout: str | None, dtypes: tuple[str, ...] | None) -> Target:
+    from verl_tim.launch.errors import LaunchError
+
+    folder = Path(subject)
+    if (folder / "config.yaml").is_file():
+        return _run_target(folder, rollout, dtypes)
+    if (folder / "config.json").is_file():
+        _check_model(folder)
+        return Target(str(folder), str(folder), rollout or "vexact", dtypes or DTYPES)
+    raise LaunchError.of(
+        "RUN|MODEL",
+        f"{subject} is neither a run folder (config.yaml) nor a model folder (config.json)",
+        "give one of the two, or nothing",
+    )
+
+
+def _run_target(folder: Path, rollout: str | None, dtypes: tuple[str, ...] | None) -> Target:
+    from omegaconf import OmegaConf
+
+    from verl_tim.launch.errors import LaunchError
+
+    config = OmegaConf.load(folder / "config.yaml")
+    name = rollout or str(OmegaConf.select(config, "actor_rollout_ref.rollout.name"))
+    if name not in ROLLOUTS:
+        raise LaunchError.of(
+            "actor_rollout_ref.rollout.name",
+            f"{folder} ran rollout={name}, which verify cannot start",
+            "give --rollout vexact or stock",
+        )
+    path = OmegaConf.select(config, "actor_rollout_ref.model.path")
+    if path is None or not Path(path).is_dir():
+        raise LaunchError.of(
+            "actor_rollout_ref.model.path",
+            f"{folder}: the run's model {path} is not on this machine",
+            "give its folder instead of the run",
+        )
+    _check_model(Path(path))
+    run_dtype = str(OmegaConf.select(config, "actor_rollout_ref.rollout.dtype") or "bfloat16")
+    files = OmegaConf.select(config, "data.train_files") or []
+    files = [files] if isinstance(files, str) else list(files)
+    return Target(str(folder), str(path), name, dtypes or (run_dtype,), tuple(str(file) for file in files))
+
+
+def _check_model(folder: Path) -> None:
+    from verl_tim.launch.errors import LaunchError
+    from verl_tim.models import ModelError, load_model_config
+
+    try:
+        load_model_config(folder)
+    except ModelError as error:
+        raise LaunchError.of("MODEL", str(error), "give a Hugging Face folder of a supported architecture") from error
+
+
+def _fault(name: str | None) -> contextlib.AbstractContextManager[None]:
+    from verl_tim.launch.errors import LaunchError
+
+    if name is None:
+        return contextlib.nullcontext()
+    from verl_tim.verification.faults import FAULTS
+
+    if name not in FAULTS:
+        raise LaunchError.of("--plant", f"{name!r} is unknown", f"choose from {', '.join(FAULTS)}")
+    return FAULTS[name]()
+
+
+def climb_target(
+    target: Target, dtype: str, *, requests: int, tokens: int, seed: int
+) -> tuple[LadderResult, dict[str, Any]]:
+    """All scenarios for one model and dtype; the ladder's result, and what was measured beside it."""
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    from verl_tim.diagnosis.gate import climb
+    from verl_tim.training.in_process import single_rank_group
+    from verl_tim.verification.scenarios import ladder
+    from verl_tim.verification.subject import Subject
+
+    console = stderr()
+    began = time.perf_counter()
+    progress = Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        TimeElapsedColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    )
+    with progress, _quiet_libraries(), single_rank_group():
+        task = progress.add_task(f"{target.label}, {dtype}: loading")
+        subject = Subject(
+            target.model_path,
+            dtype=dtype,
+            rollout=target.rollout,
+            requests=requests,
+            response_tokens=tokens,
+            seed=seed,
+            prompts=_prompts(target),
+        )
+        result = climb(
+            ladder(subject),
+            on_result=lambda rung, done: progress.update(
+                task, description=f"{target.label}, {dtype}: {rung}, {done.name}"
+            ),
+        )
+        facts = {"model_path": target.model_path, **subject.spread(), "seconds": round(time.perf_counter() - began, 1)}
+    return result, facts
+
+
+def _prompts(target: Target) -> list[Any] | None:
+    """Token ids of the run's own prompts, by its tokenizer and chat template; None where the target is not a run."""
+    if not target.prompt_files:
+        return None
+    import numpy as np
+    import pyarrow.parquet as pq
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(target.model_path)
+    return [
+        np.asarray(
+            tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=True, return_dict=False),
+            dtype=np.int64,
+        )
+        for file in target.prompt_files
+        for messages in pq.read_table(file, columns=["prompt"]).column("prompt").slice(0, PROMPTS_PER_FILE).to_pylist()
+    ]
+
+
+@contextlib.contextmanager
+def _quiet_libraries() -> Iterator[None]:
+    """verl and transformers print and warn while a model loads; none of it belongs into a report."""
+    from transformers.utils import logging as transformers_logging
+
+    logging.getLogger("verl_tim.engine").setLevel(logging.WARNING)
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    with warnings.catch_warnings(), contextlib.redirect_stdout(_Discard()):
+        warnings.simplefilter("ignore")
+        yield
+
+
+class _Discard:
+    """A stdout for libraries that print."""
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+    def flush(self) -> None:
+        return None

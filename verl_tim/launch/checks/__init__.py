@@ -1,0 +1,75 @@
+"""The start-up checks, one row each: what they look at, and the function that lists what is wrong.
+
+A check takes the resolved config and yields findings; it starts nothing, downloads nothing large, and is done within
+seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_tim.launch.checks import data, keys, machine, made, model, values, verl_config
+from verl_tim.launch.errors import Finding
+from verl_tim.launch.run_folder import check_free
+
+
+@dataclass(frozen=True)
+class Check:
+    """One row of `verl-tim doctor`."""
+
+    name: str
+    looks_at: str
+    run: Callable[[DictConfig], Iterable[Finding]]
+
+
+CHECKS: tuple[Check, ...] = (
+    Check("keys", "every key of tim: is known, nothing is left unset", keys.check),
+    Check("values", "types, ranges, choices", values.check),
+    Check("run folder", "tim.run_dir is free", check_free),
+    Check("folders", "run folder and cache can be written to", made.check_places),
+    Check("to be made", "settings of tim.task and tim.model", made.check_settings),
+    Check("machine", "GPUs where the config asks for them", machine.check),
+    Check("packages", "what rollout and trackers import", machine.check_packages),
+    Check("model", "config, weights and architecture", model.check_model),
+    Check("tokenizer", "what verl needs of it", model.check_tokenizer),
+    Check("data", "files, columns, rows", data.check_files),
+    Check("lengths", "prompts and answers fit the context", data.check_lengths),
+    Check(
+        "rollout and trainer",
+        "what vexact, stock, the contract and the machine allow; Ray's CPUs",
+        verl_config.check_verl_tim,
+    ),
+    Check("verl", "verl's own validation of the config", verl_config.check_verl),
+)
+
+
+def run_checks(config: DictConfig) -> list[tuple[Check, list[Finding]]]:
+    """Every check and what it found.
+
+    Where data or model are still to be made (null), only the check of the keys speaks about them. Values that cannot be
+    meant end the list: nothing else can be said before they are right.
+    """
+    null = {key for key in keys.MADE_FROM if OmegaConf.select(config, key, throw_on_missing=False) is None}
+    results: list[tuple[Check, list[Finding]]] = []
+    for check in CHECKS:
+        found = [found for found in check.run(config) if found.key not in null or check.run is keys.check]
+        results.append((check, found))
+        if check.run is values.check and found:
+            break  # the others compute with these values
+    return results
+
+
+def all_findings(config: DictConfig) -> list[Finding]:
+    """What all checks found, one finding per key: the first check to name a key knows it best."""
+    return one_per_key(finding for _, findings in run_checks(config) for finding in findings)
+
+
+def one_per_key(findings: Iterable[Finding]) -> list[Finding]:
+    """The first finding of every key."""
+    by_key: dict[str, Finding] = {}
+    for finding in findings:
+        by_key.setdefault(finding.key, finding)
+    return list(by_key.values())

@@ -1,0 +1,74 @@
+"""Keys of the `tim` group that nobody reads, and keys that are left to the user and have no value."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_tim.launch.errors import Finding
+from verl_tim.launch.recipes import CONFIGS_PACKAGE, closest
+
+# Arguments of the task's generator: the task knows them, and says so when data are made.
+_FREE = ("tim.task.difficulty", "tim.model.difficulty")
+
+# verl's own YAML leaves this one unset and never reads it while reward.reward_model.enable is false.
+_UNSET_BY_VERL = ("reward.reward_model.rollout.name",)
+
+# Null in these is filled at the start by what this package makes, if the key beside it says what to make.
+MADE_FROM = {
+    "data.train_files": "tim.task.name",
+    "data.val_files": "tim.task.name",
+    "actor_rollout_ref.model.path": "tim.model.kind",
+}
+_HOW_TO_SET = {
+    "data.train_files": "set it to a parquet file (prompt, data_source, reward_model), or take task=chain_sum",
+    "data.val_files": "set it to a parquet file, or take task=chain_sum",
+    "actor_rollout_ref.model.path": "set it to a Hugging Face folder or a name on the hub, or take model=tiny_qwen3",
+}
+
+
+def check(config: DictConfig) -> Iterator[Finding]:
+    """Unknown keys under `tim`, mandatory values (`???`) that are missing, data or model that nobody gives or makes."""
+    known = sorted(known_tim_keys())
+    for key in sorted(_walk(OmegaConf.to_container(config.tim, resolve=False), "tim")):
+        if key not in known and not key.startswith(tuple(f"{free}." for free in _FREE)):
+            yield Finding(
+                key, "is not a key of verl_tim", closest(key, known) + "known: " + ", ".join(_siblings(key, known))
+            )
+    for key in sorted(OmegaConf.missing_keys(config)):
+        if key not in _UNSET_BY_VERL:
+            yield Finding(key, "has no value", f"set {key}=VALUE")
+    for key, made_from in MADE_FROM.items():
+        if OmegaConf.select(config, key, throw_on_missing=False) is None and not OmegaConf.select(config, made_from):
+            yield Finding(key, f"is not given, and {made_from} names nothing to make", _HOW_TO_SET[key])
+
+
+@cache
+def known_tim_keys() -> frozenset[str]:
+    """Every dotted key under `tim` that a file of configs/ declares."""
+    keys: set[str] = set()
+    root = resources.files(CONFIGS_PACKAGE)
+    folders = [root, *(entry for entry in root.iterdir() if entry.is_dir() and entry.name != "__pycache__")]
+    for folder in folders:
+        for entry in folder.iterdir():
+            if entry.name.endswith(".yaml"):
+                group = OmegaConf.to_container(OmegaConf.create(entry.read_text(encoding="utf-8")), resolve=False)
+                assert isinstance(group, dict)
+                keys.update(_walk(group.get("tim", {}), "tim"))
+    return frozenset(keys)
+
+
+def _walk(node: Any, prefix: str) -> Iterator[str]:
+    if isinstance(node, dict):
+        for name, value in node.items():
+            yield f"{prefix}.{name}"
+            yield from _walk(value, f"{prefix}.{name}")
+
+
+def _siblings(key: str, known: list[str]) -> list[str]:
+    parent = key.rpartition(".")[0]
+    return [name.rpartition(".")[2] for name in known if name.rpartition(".")[0] == parent]

@@ -1,0 +1,66 @@
+"""What will be made at the start: can it be made of these settings, and is there a place for it?"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_tim.launch.checks.keys import MADE_FROM
+from verl_tim.launch.errors import Finding
+
+
+def check_settings(config: DictConfig) -> Iterator[Finding]:
+    """Settings of `tim.task` and `tim.model` of which no data and no model can be made."""
+    from verl_tim.tasks.base_model import base_model_spec
+    from verl_tim.tasks.dataset import dataset_spec
+
+    null = {key for key in MADE_FROM if OmegaConf.select(config, key, throw_on_missing=False) is None}
+    of_task = []
+    if null & {"data.train_files", "data.val_files"}:
+        of_task = list(_of_group(config, "tim.task", "name", dataset_spec))
+        yield from of_task
+    if "actor_rollout_ref.model.path" in null:
+        said = {finding.problem for finding in of_task}  # the model's task and difficulty are, by default, the data's
+        yield from (f for f in _of_group(config, "tim.model", "kind", base_model_spec) if f.problem not in said)
+
+
+def check_places(config: DictConfig) -> Iterator[Finding]:
+    """Folders that cannot be made or written to."""
+    for key in ("tim.run_dir", "tim.cache_dir"):
+        folder = Path(OmegaConf.select(config, key))
+        # the part of the path that is there already
+        there = next(place for place in (folder, *folder.parents) if place.exists() or place.is_symlink())
+        if not there.is_dir():
+            yield Finding(key, f"{folder} cannot be a folder: {there} is none", f"give a folder: {key}=FOLDER")
+        elif not os.access(there, os.W_OK | os.X_OK) or os.statvfs(there).f_flag & os.ST_RDONLY or _is_kernel(there):
+            yield Finding(key, f"{there} cannot be written to", f"give a folder of yours: {key}=FOLDER")
+
+
+def _of_group(
+    config: DictConfig, group: str, named_by: str, specification: Callable[..., Any]
+) -> Iterator[Finding]:
+    from verl_tim.tasks.errors import InputError
+
+    settings: Any = OmegaConf.to_container(OmegaConf.select(config, group), resolve=True)
+    name = settings.pop(named_by, None)
+    if not name or (group == "tim.model" and not settings.get("task")):
+        return  # said where it is made, or by the check of the keys
+    try:
+        specification(name, **settings)
+    except InputError as error:
+        # its messages begin with the setting's name
+        setting, colon, problem = str(error).partition(": ")
+        inner = named_by if setting in ("task", "kind") and setting not in settings else setting
+        key = f"{group}.{inner}" if colon and inner in {named_by, *settings} else group
+        yield Finding(key, problem if key != group else str(error), f"see configs/{group.removeprefix('tim.')}/")
+    except TypeError as error:
+        yield Finding(group, str(error), f"see configs/{group.removeprefix('tim.')}/ for the settings")
+
+
+def _is_kernel(folder: Path) -> bool:
+    # the root user may write anywhere, says the system, and then may not
+    return any(str(folder) == root or str(folder).startswith(f"{root}/") for root in ("/proc", "/sys"))

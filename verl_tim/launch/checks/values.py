@@ -1,0 +1,190 @@
+"""Values that cannot be meant: of another type than verl's own, out of range, not one of the choices.
+
+verl reads most of them inside its workers, minutes after the start, and passes some over in silence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_tim.launch.errors import Finding
+from verl_tim.launch.recipes import closest
+
+# verl's default config, composed and flat, as verl ships it.
+_VERL_DEFAULTS = "_generated_ppo_trainer.yaml"
+
+_ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+
+# Whole numbers of at least 1; null, where verl allows it, means another way to say it.
+_COUNTS = (
+    "data.train_batch_size",
+    "data.max_prompt_length",
+    "data.max_response_length",
+    f"{_ACTOR}.ppo_mini_batch_size",
+    f"{_ACTOR}.ppo_micro_batch_size_per_gpu",
+    f"{_ACTOR}.ppo_epochs",
+    f"{_ROLLOUT}.n",
+    f"{_ROLLOUT}.val_kwargs.n",
+    f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu",
+    f"{_ROLLOUT}.tensor_model_parallel_size",
+    f"{_ROLLOUT}.pipeline_model_parallel_size",
+    f"{_ROLLOUT}.data_parallel_size",
+    f"{_ROLLOUT}.agent.num_workers",
+    "reward.num_workers",
+    "trainer.nnodes",
+    "trainer.n_gpus_per_node",
+    "trainer.total_epochs",
+    "trainer.total_training_steps",
+    "ray_kwargs.ray_init.num_cpus",
+)
+_SAMPLING = ("temperature", "top_k", "top_p")
+
+
+def check_structure(config: DictConfig) -> Iterator[Finding]:
+    """Groups that were removed or overwritten by a single value, so that nothing else can be looked at."""
+    plain = OmegaConf.to_container(config, resolve=False)
+    assert isinstance(plain, dict)
+    if not isinstance(plain.get("tim"), dict):
+        yield Finding("tim", "is not a group of keys", "leave the group, and set its keys: tim.run_dir=runs/NAME")
+    yield from _check_groups(plain, _defaults(), "")
+
+
+def check(config: DictConfig) -> Iterator[Finding]:
+    """Wrong types, numbers out of range, unknown choices. Needs a config without interpolations."""
+    plain = OmegaConf.to_container(config, resolve=False)
+    assert isinstance(plain, dict)
+    wrong = list(_check_types(plain, _defaults(), ""))
+    yield from wrong
+    if not wrong:
+        yield from _check_counts(config)
+        yield from _check_sampling(config)
+        yield from _check_choices(config)
+
+
+@cache
+def _defaults() -> dict[str, Any]:
+    text = resources.files("verl.trainer.config").joinpath(_VERL_DEFAULTS).read_text(encoding="utf-8")
+    # OmegaConf's loader, since YAML 1.1 reads 1e-6 as text
+    plain = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}
+
+
+def _check_groups(given: Mapping[Any, Any], reference: Mapping[Any, Any], prefix: str) -> Iterator[Finding]:
+    for name, default in reference.items():
+        if not isinstance(default, dict) or not default:
+            continue
+        key = f"{prefix}{name}"
+        value = given.get(name)
+        if isinstance(value, dict):
+            yield from _check_groups(value, default, f"{key}.")
+        elif name not in given:
+            yield Finding(key, "was removed, and verl reads this group", f"drop ~{key}")
+        # deeper groups may be null, as a rule to turn something off
+        elif not isinstance(value, str) and (value is not None or key.count(".") < 2):
+            yield Finding(
+                    key, f"is {value!r}, and verl reads a group of keys here", f"set the keys of {key} singly"
+                )
+
+
+def _check_types(given: Mapping[Any, Any], reference: Mapping[Any, Any], prefix: str) -> Iterator[Finding]:
+    for name, default in reference.items():
+        key, value = f"{prefix}{name}", given.get(name)
+        if value is None or value == "???":
+            continue
+        if isinstance(default, dict):
+            if isinstance(value, dict):
+                yield from _check_types(value, default, f"{key}.")
+            elif default:
+                yield Finding(
+                    key, f"is {value!r}, and verl reads a group of keys here", f"set the keys of {key} singly"
+                )
+        elif isinstance(default, bool):
+            if not isinstance(value, bool):
+                yield Finding(
+                    key, f"is {value!r}, which is neither true nor false", f"set {key}={str(default).lower()}"
+                )
+        elif isinstance(default, (int, float)) and (not _is_number(value) or math.isnan(value)):
+            yield Finding(key, f"is {value!r}, which is not a number", f"give a number; verl's default is {default}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _check_counts(config: DictConfig) -> Iterator[Finding]:
+    for key in _COUNTS:
+        value = OmegaConf.select(config, key, throw_on_missing=False)
+        if value is not None and not (_is_number(value) and value == int(value) and value >= 1):
+            yield Finding(key, f"is {value!r}", "give a whole number of at least 1")
+    key = f"{_ACTOR}.optim.lr"
+    rate = OmegaConf.select(config, key)
+    if not (_is_number(rate) and 0 <= rate < math.inf):
+        yield Finding(key, f"is {rate!r}", "give a learning rate of at least 0, such as 1e-6")
+
+
+def _check_sampling(config: DictConfig) -> Iterator[Finding]:
+    from verl_tim.engine import RequestError, SamplingParams
+
+    for group in (_ROLLOUT, f"{_ROLLOUT}.val_kwargs"):
+        for name in _SAMPLING:
+            key = f"{group}.{name}"
+            value = OmegaConf.select(config, key)
+            if value is None:
+                continue
+            try:
+                SamplingParams(**{name: value})
+            except RequestError as error:
+                problem, _, remedy = str(error).removeprefix(f"{name}=").partition(": ")
+                yield Finding(key, f"is {problem}", remedy)
+                continue
+            if key == f"{_ROLLOUT}.temperature" and value == 0:
+                yield Finding(
+                    key,
+                    "is 0: the trainer divides logits by it, and answers without chance are all alike",
+                    f"give a temperature above 0; validation may be greedy: {_ROLLOUT}.val_kwargs.temperature=0",
+                )
+
+
+def _check_choices(config: DictConfig) -> Iterator[Finding]:
+    for key, known in _choices().items():
+        value = OmegaConf.select(config, key, throw_on_missing=False)
+        values = list(value) if OmegaConf.is_list(value) else [value]
+        options = known()
+        for word in values:
+            if word not in options:
+                named = ", ".join(str(option) for option in options if option is not None)
+                yield Finding(key, f"has no choice {word!r}", closest(str(word), named.split(", ")) + f"known: {named}")
+
+
+def _choices() -> dict[str, Callable[[], list[Any]]]:
+    def estimators() -> list[Any]:
+        from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
+
+        return sorted(str(getattr(name, "value", name)) for name in ADV_ESTIMATOR_REGISTRY)
+
+    def loggers() -> list[Any]:
+        from verl.utils.tracking import Tracking
+
+        return sorted(Tracking.supported_backend)
+
+    def rollouts() -> list[Any]:
+        from verl.workers.rollout.replica import RolloutReplicaRegistry
+
+        import verl_tim.plugin  # noqa: F401  our rollouts are registered by it
+
+        return sorted(RolloutReplicaRegistry._registry)
+
+    return {
+        "trainer.resume_mode": lambda: ["auto", "disable", "resume_path"],
+        "trainer.logger": loggers,
+        "algorithm.adv_estimator": estimators,
+        "algorithm.rollout_correction.rollout_is": lambda: [None, "token", "sequence"],
+        f"{_ROLLOUT}.name": rollouts,
+    }

@@ -1,0 +1,106 @@
+"""What verl_tim's rollouts and trainer cannot do, and verl's own validation of the config."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import warnings
+from collections.abc import Iterator
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_tim.launch.errors import Finding
+
+# The nodes that verl turns into dataclasses inside its workers, minutes after the start.
+_DATACLASSES = ("actor_rollout_ref.actor", "actor_rollout_ref.rollout")
+
+
+def check_verl_tim(config: DictConfig) -> Iterator[Finding]:
+    """Keys that vexact, stock, the contract or the machine do not allow (the list that also runs inside `main_ppo`)."""
+    from verl_tim.training.preflight import findings
+
+    yield from findings(config)
+
+
+def check_verl(config: DictConfig) -> Iterator[Finding]:
+    """What verl's config classes and its validate_config refuse."""
+    from verl.trainer.ppo.utils import need_critic, need_reference_policy
+    from verl.utils.config import omega_conf_to_dataclass, validate_config
+
+    for key in _DATACLASSES:
+        try:
+            omega_conf_to_dataclass(OmegaConf.select(config, key))
+        except Exception as error:  # Hydra wraps whatever a config class raises
+            yield Finding(
+                key, _reason(error), "see verl's documentation of this group; keys added with + must be known to verl"
+            )
+            return
+    with warnings.catch_warnings():
+        # it warns that grpo needs no critic
+        warnings.simplefilter("ignore")
+        critic = need_critic(config)
+    if critic:
+        yield Finding(
+            "algorithm.adv_estimator",
+            f"{config.algorithm.adv_estimator} needs a critic, which verl_tim's recipes do not configure",
+            "take grpo or reinforce_plus_plus",
+        )
+        return
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            # verl's own: the plugin puts check_verl_tim in front of it
+            inspect.unwrap(validate_config)(
+                config=config, use_reference_policy=need_reference_policy(config), use_critic=critic
+            )
+    except (AssertionError, ValueError) as error:
+        yield Finding("verl", _reason(error), "change the keys that the message names")
+        return
+    yield from _check_batches(config)
+
+
+def _check_batches(config: DictConfig) -> Iterator[Finding]:
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    batch, mini = config.data.train_batch_size, actor.ppo_mini_batch_size
+    if batch % mini:
+        # verl 0.9.1 repeats sequences to fill the last mini-batch (trainer_base.py:1586): not what was asked for
+        yield Finding(
+            "actor_rollout_ref.actor.ppo_mini_batch_size",
+            f"is {mini} and does not divide data.train_batch_size={batch}",
+            f"take a divisor of {batch}",
+        )
+        return
+    ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    sequences = {"prompts per step": batch * rollout.n, "prompts per optimiser step": mini * rollout.n}
+    for what, count in sequences.items():
+        if count % ranks:
+            yield Finding(
+                "trainer.n_gpus_per_node",
+                f"{count} sequences ({what} times rollout.n={rollout.n}) cannot be dealt to {ranks} ranks",
+                "make them a multiple of the ranks",
+            )
+            return
+    if actor.use_dynamic_bsz:
+        return
+    # verl 0.9.1, workers/engine/utils.py:125: asserted by every worker, in its first step
+    for key, micro, count in (
+        ("actor.ppo_micro_batch_size_per_gpu", actor.ppo_micro_batch_size_per_gpu, mini * rollout.n // ranks),
+        (
+            "rollout.log_prob_micro_batch_size_per_gpu",
+            rollout.log_prob_micro_batch_size_per_gpu,
+            batch * rollout.n // ranks,
+        ),
+    ):
+        if micro is not None and count % micro:
+            yield Finding(
+                f"actor_rollout_ref.{key}",
+                f"is {micro} and does not divide the {count} sequences that a rank gets",
+                f"take a divisor of {count}, or actor_rollout_ref.actor.use_dynamic_bsz=true",
+            )
+
+
+def _reason(error: BaseException) -> str:
+    cause: BaseException = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    return str(cause).strip().replace("\n", " ") or type(cause).__name__

@@ -1,0 +1,135 @@
+"""From overrides to a config: Hydra's compose, with errors that say what to type instead."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from hydra import compose, initialize_config_dir, initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from verl_tim.launch.errors import LaunchError
+from verl_tim.launch.recipes import DEFAULT_RECIPE, Recipe, closest, find_recipe, group_options
+
+_RECIPE_KEY = "recipe="
+
+
+def split_recipe(overrides: Sequence[str]) -> tuple[Recipe, list[str]]:
+    """The recipe that `recipe=NAME` names (default: cpu_grpo), and the other overrides.
+
+    Raises LaunchError for a recipe that does not exist, one named twice, and a word that is no override.
+    """
+    named = [word.removeprefix(_RECIPE_KEY) for word in overrides if word.startswith(_RECIPE_KEY)]
+    rest = [word for word in overrides if not word.startswith(_RECIPE_KEY)]
+    if len(named) > 1:
+        raise LaunchError.of("recipe", f"given more than once: {', '.join(named)}", "give one recipe")
+    for word in rest:
+        if "=" not in word and not word.startswith("~"):
+            raise LaunchError.of(
+                word,
+                "is not an override",
+                "write KEY=VALUE, for example rollout=vexact or trainer.total_training_steps=20",
+            )
+    return find_recipe(named[0] if named else DEFAULT_RECIPE), rest
+
+
+@contextmanager
+def hydra_for(recipe: Recipe) -> Iterator[None]:
+    """Hydra, initialised on the recipe's folder, and as it was before afterwards. Composing takes 0.3 s."""
+    previous = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
+    try:
+        if recipe.config_path.startswith("pkg://"):
+            with initialize_config_module(recipe.config_path.removeprefix("pkg://"), version_base=None):
+                yield
+        else:
+            with initialize_config_dir(recipe.config_path, version_base=None):
+                yield
+    finally:
+        GlobalHydra.instance().hydra = previous
+
+
+def compose_config(recipe: Recipe, overrides: Sequence[str]) -> DictConfig:
+    """The recipe's config with the overrides applied, interpolations unresolved, without Hydra's own node.
+
+    Call it within `hydra_for(recipe)`. Raises LaunchError for an unknown key, group or option (with the nearest known
+    one) and for a word that Hydra cannot parse.
+    """
+    try:
+        return compose(recipe.config_name, overrides=list(overrides))
+    except OverrideParseException as error:
+        raise LaunchError.of(
+            error.override,
+            str(error).splitlines()[0],
+            "write KEY=VALUE; quote values with special characters: 'KEY=\"VALUE\"'",
+        ) from error
+    except MissingConfigException as error:
+        raise LaunchError.of(*_explain_missing(error)) from error
+    except ConfigCompositionException as error:
+        raise LaunchError.of(*_explain_unknown_key(recipe, error)) from error
+    except ValueError as error:
+        # Hydra's answer to a group that is given a number (trainer=5); it does not say which
+        raise LaunchError.of(*_explain_group_value(overrides, error)) from error
+    except (HydraException, OmegaConfBaseException) as error:
+        raise LaunchError.of("config", str(error).strip(), "see the recipe's README for what can be set") from error
+
+
+def _explain_group_value(overrides: Sequence[str], error: ValueError) -> tuple[str, str, str]:
+    options = group_options()
+    for override in overrides:
+        group, _, value = override.partition("=")
+        if group in options and value not in options[group]:
+            return group, f"has no option {value!r}", f"known: {', '.join(options[group])}"
+    return "config", str(error).strip(), "see the recipe's README for what can be set"
+
+
+def _explain_missing(error: MissingConfigException) -> tuple[str, str, str]:
+    group, _, option = (error.missing_cfg_file or "").rpartition("/")
+    options = group_options().get(group) or list(error.options or [])
+    if not group:
+        return "recipe", str(error).splitlines()[0], "check the defaults list of the recipe"
+    return group, f"has no option {option!r}", closest(option, options) + f"known: {', '.join(options)}"
+
+
+def _explain_unknown_key(recipe: Recipe, error: ConfigCompositionException) -> tuple[str, str, str]:
+    first_line, *more = str(error).splitlines()
+    if not first_line.startswith("Could not override"):
+        return "config", first_line, " ".join(more) or "see the recipe's README for what can be set"
+    key = first_line.split("'")[1]
+    known = sorted({*group_options(), *flat_keys(compose(recipe.config_name))})
+    near = _nearest_keys(key, known)
+    remedy = f"did you mean {' or '.join(near)}? " if near else ""
+    return key, "is not a key of the config", remedy + f"To add a key that verl or a library reads, write +{key}=..."
+
+
+def _nearest_keys(key: str, known: Sequence[str], count: int = 3) -> list[str]:
+    """Known keys that look like `key`: its siblings by their last word, the same last word elsewhere (for those who
+    forgot the path), then whatever is near as a whole.
+    """
+    parent, _, leaf = key.rpartition(".")
+    siblings = {name.rpartition(".")[2]: name for name in known if name.rpartition(".")[0] == parent}
+    near_siblings = [siblings[name] for name in difflib.get_close_matches(leaf, siblings, n=count, cutoff=0.75)]
+    begun = [name for last, name in siblings.items() if last.startswith(leaf) or leaf.startswith(last)]
+    same_leaf = [name for name in known if name.rpartition(".")[2] == leaf]
+    near = (
+        []
+        if near_siblings
+        else difflib.get_close_matches(key, [name for name in known if not key.startswith(name)], n=count, cutoff=0.75)
+    )
+    return list(dict.fromkeys([*near_siblings, *begun, *same_leaf, *near]))[:count]
+
+
+def flat_keys(config: DictConfig) -> Iterator[str]:
+    """Dotted names of all leaves and of all inner nodes."""
+
+    def walk(node: object, prefix: str) -> Iterator[str]:
+        if isinstance(node, dict):
+            for name, value in node.items():
+                yield f"{prefix}{name}"
+                yield from walk(value, f"{prefix}{name}.")
+
+    yield from walk(OmegaConf.to_container(config, resolve=False, throw_on_missing=False), "")

@@ -1,0 +1,268 @@
+"""verl as a child process: log in the run folder, progress from the metrics, cause of failure, a clean end."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from verl_tim.diagnosis.run_folder import METRICS_NAME
+from verl_tim.launch.run_folder import LOG
+
+# How long verl and Ray may take to end on their own after Ctrl-C.
+_GRACE_SECONDS = 20.0
+_POLL_SECONDS = 0.25
+
+# What ends a run: Ctrl-C, a scheduler's or a container's stop, a terminal that is closed.
+_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+# Linux only; looked up here, since a child between fork and exec may not.
+_PRCTL = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
+_PR_SET_PDEATHSIG = 1
+
+_ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+_RAY_PREFIX = re.compile(r"^\((?:[A-Za-z_][\w.<>]*) pid=\d+(?:, ip=[\d.]+)?\) ?")
+_EXCEPTION_LINE = re.compile(
+    r"^(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:Error|Exception|Exit|Interrupt|Died|Failure)(?:\([\w.]+\))?(?::|$)"
+)
+_HYDRA_TAIL = "Set the environment variable HYDRA_FULL_ERROR=1"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One line of metrics.jsonl."""
+
+    number: int
+    metrics: dict[str, Any] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the child ended.
+
+    Attributes:
+        exit_code: verl's own; 130 after Ctrl-C.
+        seconds: wall time of the child.
+        steps: every line of its metrics.
+        log: everything it printed.
+        cause: the last lines of its traceback, empty when it ended well.
+    """
+
+    exit_code: int
+    seconds: float
+    steps: tuple[Step, ...]
+    log: Path
+    cause: tuple[str, ...]
+
+
+def verl_command(run_dir: Path) -> list[str]:
+    """The plain verl command that runs the config of a run folder."""
+    return [
+        sys.executable,
+        "-m",
+        "verl.trainer.main_ppo",
+        "--config-path",
+        str(run_dir),
+        "--config-name",
+        "config",
+        f"hydra.run.dir={_quoted(run_dir)}",
+        "hydra.output_subdir=null",
+    ]
+
+
+def run_verl(run_dir: Path, *, on_step: Callable[[Step], None]) -> Outcome:
+    """Run verl on `run_dir/config.yaml` to its end.
+
+    Args:
+        on_step: called for every new line of metrics.
+
+    On Ctrl-C, SIGTERM and SIGHUP the child and every process of its Ray cluster are ended before this returns or
+    raises: first as Ctrl-C would, then by force. Only processes that descend from this child are touched. If this
+    process is killed outright, the kernel sends the child SIGTERM, and Ray ends with its driver.
+    """
+    log = run_dir / LOG
+    started = time.monotonic()
+    steps: list[Step] = []
+    reader = MetricsReader(run_dir / METRICS_NAME)
+    child: subprocess.Popen | None = None
+    previous = _handle(_as_interrupt, _STOPPING)
+    try:
+        with log.open("wb") as sink:
+            # its own session: a Ctrl-C in the terminal reaches us only, and we end the tree in order
+            child = subprocess.Popen(
+                verl_command(run_dir),
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                env=_environment(),
+                preexec_fn=partial(_tie_to_parent, os.getpid()),
+            )
+        while child.poll() is None:
+            for step in reader.new_steps():
+                steps.append(step)
+                on_step(step)
+            time.sleep(_POLL_SECONDS)
+        exit_code = child.returncode
+    except BaseException as error:
+        # a second Ctrl-C, from somebody who does not want to wait, must not cut this short
+        _handle(signal.SIG_IGN, list(previous))
+        if child is not None:
+            end_tree(child)
+        if not isinstance(error, KeyboardInterrupt):
+            raise
+        exit_code = 130
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    for step in reader.new_steps():
+        steps.append(step)
+        on_step(step)
+    cause = () if exit_code in (0, 130) else failure_cause(log)
+    return Outcome(exit_code, time.monotonic() - started, tuple(steps), log, cause)
+
+
+class MetricsReader:
+    """Reads complete new lines of a growing metrics.jsonl."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+
+    def new_steps(self) -> list[Step]:
+        """Steps whose line was completed since the last call."""
+        if not self._path.is_file():
+            return []
+        with self._path.open("rb") as stream:
+            stream.seek(self._offset)
+            block = stream.read()
+        complete = block.rfind(b"\n") + 1
+        self._offset += complete
+        records = [json.loads(line) for line in block[:complete].splitlines() if line.strip()]
+        return [Step(record["step"], record["data"]) for record in records]
+
+
+def end_tree(child: subprocess.Popen) -> None:
+    """End a child and all its descendants: SIGINT to the child, then SIGTERM and SIGKILL for what is left."""
+    import psutil
+
+    try:
+        root = psutil.Process(child.pid)
+    except psutil.NoSuchProcess:
+        return
+    # taken before the signal: a raylet whose driver has gone is nobody's child any more
+    tree = {process.pid: process for process in [root, *root.children(recursive=True)]}
+    child.send_signal(signal.SIGINT)
+    deadline = time.monotonic() + _GRACE_SECONDS
+    while child.poll() is None and time.monotonic() < deadline:
+        try:
+            tree.update({process.pid: process for process in root.children(recursive=True)})
+        except psutil.NoSuchProcess:
+            break
+        time.sleep(0.2)
+    for stop in ("terminate", "kill"):
+        alive = [process for process in tree.values() if process.is_running()]
+        for process in alive:
+            try:
+                getattr(process, stop)()
+            except psutil.NoSuchProcess:
+                continue
+        psutil.wait_procs(alive, timeout=5)
+    child.wait()
+
+
+def failure_cause(log: Path, max_lines: int = 12) -> tuple[str, ...]:
+    """The end of the last traceback in a log, without Ray's prefixes and Hydra's advice.
+
+    A log without a traceback gives its last lines.
+    """
+    text = _ANSI.sub("", log.read_text(encoding="utf-8", errors="replace"))
+    lines = [_RAY_PREFIX.sub("", line).rstrip() for line in text.splitlines()]
+    while lines and (not lines[-1].strip() or lines[-1].startswith(_HYDRA_TAIL)):
+        lines.pop()
+    # the driver's own error comes last, and repeats the worker's: the first exception line after the last header of a
+    # traceback
+    last = max(
+        (index for index, line in enumerate(lines) if _EXCEPTION_LINE.match(line) and not _is_wrapper(line)),
+        default=None,
+    )
+    if last is None:
+        return tuple(lines[-max_lines:])
+    # an exception's message may go on over several lines
+    end = last + 1
+    while (
+        end < len(lines)
+        and end - last < max_lines // 2
+        and lines[end].strip()
+        and not _starts_something_else(lines[end])
+    ):
+        end += 1
+    start = max(0, last - (max_lines - (end - last)))
+    for index in range(last - 1, start - 1, -1):
+        if lines[index].startswith(
+            ("Traceback (most recent call last)", "ray::", "During handling", "The above exception")
+        ):
+            start = index
+            break
+    return tuple(lines[start:end])
+
+
+def _is_wrapper(line: str) -> bool:
+    # ray.exceptions.RayTaskError(ValueError): ray::TaskRunnerV1.run() ...: a header, the cause follows below it
+    return line.startswith("ray.exceptions.RayTaskError")
+
+
+def _starts_something_else(line: str) -> bool:
+    return line.startswith(("Traceback ", "[", "INFO", "WARNING", "ERROR", "(", _HYDRA_TAIL)) or "it/s]" in line
+
+
+def _handle(handler: Any, numbers: Sequence[signal.Signals]) -> dict[signal.Signals, Any]:
+    """Handle these signals so; how they were handled before. What is ignored (nohup) stays ignored, and is left out."""
+    previous = {number: signal.getsignal(number) for number in numbers}
+    changed = {number: before for number, before in previous.items() if before not in (signal.SIG_IGN, None)}
+    for number in changed:
+        signal.signal(number, handler)
+    return changed
+
+
+def _tie_to_parent(parent: int) -> None:
+    """In the child, before it runs verl: it ends with its parent, and listens to SIGINT.
+
+    A shell's background job ignores SIGINT, and so would its children.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if _PRCTL is not None:
+        _PRCTL(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:
+            os._exit(128 + signal.SIGTERM)
+
+
+def _as_interrupt(signum: int, frame: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def _environment() -> dict[str, str]:
+    # Python buffers a log that is a file; a run that is killed would lose its last words
+    return {**os.environ, "PYTHONUNBUFFERED": "1"}
+
+
+def _quoted(path: Path) -> str:
+    # Hydra's override grammar: quotes allow any character in a value
+    return "'" + str(path).replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+def shell_line(words: Sequence[str]) -> str:
+    """A command as one would type it."""
+    import shlex
+
+    return shlex.join(words)

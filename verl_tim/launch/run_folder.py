@@ -1,0 +1,88 @@
+"""The run folder, as far as starting a run concerns it: it must be free, and it gets the resolved config."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_tim.diagnosis.manifest import flatten
+from verl_tim.diagnosis.run_folder import RunFolder, RunFolderError, describe_run, holds_run, read_jsonl_metrics
+from verl_tim.launch.errors import Finding, LaunchError
+
+KEY = "tim.run_dir"
+LOG = "train.log"
+
+
+def resumes(config: DictConfig) -> bool:
+    """True when verl shall go on from a checkpoint, so that the folder may hold the run so far."""
+    return str(config.trainer.resume_mode) != "disable"
+
+
+def check_free(config: DictConfig) -> Iterator[Finding]:
+    """A finding if `tim.run_dir` holds a run (and this one does not resume it), or cannot be a folder."""
+    folder = Path(config.tim.run_dir)
+    if folder.exists() and not folder.is_dir():
+        yield Finding(KEY, f"{folder} is a file", f"give a folder: {KEY}=runs/NAME")
+    elif not resumes(config) and folder.is_dir() and holds_run(folder):
+        yield Finding(
+            KEY,
+            f"{folder} holds another run ({describe_run(folder)})",
+            f"give another folder ({KEY}=runs/NAME) or remove that one; to go on from its checkpoint: "
+            "trainer.resume_mode=auto",
+        )
+
+
+def claim(config: DictConfig) -> RunFolder:
+    """Take the run folder and write config.yaml into it.
+
+    Args:
+        config: resolved, without Hydra's node.
+
+    Raises LaunchError if it holds another run, or was taken a moment ago.
+    """
+    try:
+        return RunFolder.create(config.tim.run_dir, _plain(config), resume=resumes(config))
+    except RunFolderError as error:
+        raise LaunchError.of(KEY, str(error), f"{KEY}=runs/NAME") from error
+    except OSError as error:
+        raise LaunchError.of(
+            KEY, f"cannot be written: {error}", f"give a folder with room that can be written to: {KEY}=runs/NAME"
+        ) from error
+
+
+class State(Enum):
+    """What a run folder holds, seen from a config that would run there."""
+
+    FREE = "free"
+    FINISHED = "finished"
+    UNFINISHED = "unfinished"
+    OTHER = "other"
+
+
+def state_of(config: DictConfig) -> tuple[State, str]:
+    """The state of `tim.run_dir`, and for OTHER the first key in which the run there differs.
+
+    Args:
+        config: resolved, without Hydra's node; a run is the same run if its config.yaml says the same.
+    """
+    folder = Path(config.tim.run_dir)
+    if not folder.is_dir() or not holds_run(folder):
+        return State.FREE, ""
+    run = RunFolder(folder)
+    there, here = flatten(run.config() or {}), flatten(_plain(config))
+    for key in [*here, *there]:
+        if here.get(key) != there.get(key):
+            return State.OTHER, key
+    log = read_jsonl_metrics(folder)
+    last = log.steps[-1] if log is not None and log.steps else 0
+    return (State.FINISHED if last >= config.trainer.total_training_steps else State.UNFINISHED), ""
+
+
+def _plain(config: DictConfig) -> dict[str, Any]:
+    plain = OmegaConf.to_container(config, resolve=True)
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}

@@ -1,0 +1,78 @@
+"""From overrides, or from a composed config, to a config that verl can run."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_tim.launch import prepare
+from verl_tim.launch.checks import all_findings, keys, values
+from verl_tim.launch.compose import compose_config, hydra_for, split_recipe
+from verl_tim.launch.errors import LaunchError
+from verl_tim.launch.run_folder import KEY as FOLDER_KEY
+
+
+def composed(overrides: Sequence[str]) -> DictConfig:
+    """The config that `recipe=NAME KEY=VALUE ...` describes, paths absolute, interpolations left in it.
+
+    Raises LaunchError for words, keys and options that do not exist.
+    """
+    recipe, rest = split_recipe(overrides)
+    with hydra_for(recipe):
+        config = compose_config(recipe, rest)
+    _check_structure(config)
+    prepare.absolute_paths(config)
+    return config
+
+
+def make_ready(config: DictConfig, *, progress: bool = True, folder_is_free: bool = True) -> None:
+    """Absolute paths, missing model and data made, everything resolved and checked, in place.
+
+    Args:
+        folder_is_free: False for a caller who will reuse what the run folder may hold.
+
+    Raises LaunchError with all findings. What can be checked without model and data is checked before they are
+    made: making them for a run that cannot start would waste minutes.
+    """
+    _check_plugin()
+    _check_structure(config)
+    prepare.absolute_paths(config)
+    if any(OmegaConf.select(config, key, throw_on_missing=False) is None for key in keys.MADE_FROM):
+        as_given = copy.deepcopy(config)
+        prepare.resolve(as_given)
+        _check(as_given, folder_is_free)
+        prepare.make_missing(config, progress=progress)
+    prepare.resolve(config)
+    _check(config, folder_is_free)
+
+
+def ready(overrides: Sequence[str], *, progress: bool = True) -> DictConfig:
+    """`composed`, then `make_ready`."""
+    config = composed(overrides)
+    make_ready(config, progress=progress)
+    return config
+
+
+def _check_plugin() -> None:
+    """verl imports plugins in silence; a part of ours that could not register must stop the run here."""
+    from verl_tim.plugin import RegistrationError, ensure_registered
+
+    try:
+        ensure_registered()
+    except RegistrationError as error:
+        remedy = "install the versions that setup.py names (pip install -e .) and look at the cause above"
+        raise LaunchError.of("verl.plugins", str(error), remedy) from error
+
+
+def _check_structure(config: DictConfig) -> None:
+    findings = list(values.check_structure(config))
+    if findings:
+        raise LaunchError(findings)
+
+
+def _check(config: DictConfig, folder_is_free: bool) -> None:
+    findings = [finding for finding in all_findings(config) if folder_is_free or finding.key != FOLDER_KEY]
+    if findings:
+        raise LaunchError(findings)
