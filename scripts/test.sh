@@ -1,0 +1,44 @@
+#!/usr/bin/env bash
+# Lint, types, and all tests that need no GPU: first the fast ones, then the slow ones (real verl runs).
+#   scripts/test.sh [PYTEST_ARGUMENT ...]
+# Exit code 0 only if every part passed.
+set -uo pipefail
+# shellcheck source=scripts/env.sh
+source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+find_or_make_env dev
+cd "$ROOT" || exit 1
+
+reports=$(mktemp -d)
+trap 'rm -rf "$reports"' EXIT
+names=() results=() seconds=() failed=0
+
+# part NAME COMMAND...: run it, remember how it went and how long it took
+part() {
+    local name=$1 started=$SECONDS status=0
+    shift
+    printf '\n== %s\n' "$name"
+    "$@" || status=$?
+    names+=("$name") seconds+=($((SECONDS - started)))
+    if [ "$status" = 0 ]; then results+=(passed); else results+=("FAILED ($status)") failed=1; fi
+}
+
+part "ruff" "$PY" -m ruff check .
+part "mypy" "$PY" -m mypy
+part "tests, fast" "$PY" -m pytest -q --junitxml="$reports/fast.xml" -m "not gpu and not slow" "$@"
+part "tests, slow" "$PY" -m pytest -q --junitxml="$reports/slow.xml" --durations=10 -m "slow and not gpu" "$@"
+
+printf '\n== summary\n'
+for i in "${!names[@]}"; do printf '%-12s %-12s %4d s\n' "${names[$i]}" "${results[$i]}" "${seconds[$i]}"; done
+"$PY" - "$reports"/*.xml <<'P'
+import sys
+import xml.etree.ElementTree as tree
+
+totals = dict.fromkeys(("tests", "failures", "errors", "skipped"), 0)
+for path in sys.argv[1:]:
+    for suite in tree.parse(path).getroot().iter("testsuite"):
+        for name in totals:
+            totals[name] += int(suite.get(name, 0))
+failed = totals["failures"] + totals["errors"]
+print(f"tests: {totals['tests'] - failed - totals['skipped']} passed, {failed} failed, {totals['skipped']} skipped")
+P
+exit "$failed"
