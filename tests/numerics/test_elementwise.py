@@ -139,3 +139,10 @@ def test_rope_refuses_rounded_tables_and_long_positions():
 def test_embedding_equals_its_reference(dtype):
     weight, token = randn(20, 8, dtype=dtype), torch.tensor([3, 3, 0, 19])
     assert same_bits(embedding(token, weight), embedding_reference(token, weight))
+
+
+def test_embedding_leaves_out_the_padding_row():
+    weight, token = randn(20, 8).requires_grad_(), torch.tensor([3, 3, 0, 19])
+    embedding(token, weight, 3).sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.sum(1).nonzero().flatten().tolist() == [0, 19]

@@ -129,3 +129,17 @@ def test_refuses_rounded_temperatures_and_wrong_shapes():
         token_log_probs(hidden.bfloat16(), weight, target, temperature)
     with pytest.raises(ContractError, match="must be float32"):
         log_probs_of(head_logits(hidden, weight), target, temperature.double())
+
+
+@both_dtypes
+@pytest.mark.parametrize("vocab", VOCABS)
+def test_top1_is_the_likeliest_token_and_changes_no_bit(vocab, dtype):
+    hidden, weight, target, temperature = _inputs(vocab, dtype)
+    weight[3] = weight[5]  # a tie wherever these two win
+    top1_T = torch.full((21,), -1)
+    got, _ = token_log_probs(hidden.requires_grad_(), weight, target, temperature, top1_out_T=top1_T)
+    got.sum().backward()
+    assert same_bits(got, token_log_probs(hidden, weight, target, temperature)[0])
+    logits = head_logits(hidden.detach(), weight)
+    assert torch.equal(logits.gather(1, top1_T[:, None])[:, 0], logits.amax(-1))
+    assert not bool((top1_T == 5).any()), "ties go to the lower id"

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 import verl_tim.models.contract_layer as contract_layer
 import verl_tim.models.trainer as trainer
+import verl_tim.numerics.rope as rope
 from tests.models.tiny import engine_of, perturb, rollout, tiny_model
 from tests.parity.bits import assert_same_bits, recorded, score
 from verl_tim.models import apply_contract
@@ -81,7 +82,7 @@ def _stock_rms_norm(x, weight, eps):
     return (F.rms_norm(x.float(), (x.shape[-1],), eps=eps) * weight.float()).to(x.dtype)  # multiplies before rounding
 
 
-def _stock_attention(q, k, v, packed):
+def _stock_attention(q, k, v, packed, _contract):
     out = torch.zeros_like(q)
     for a, b in zip(packed.cu_seqlens, packed.cu_seqlens[1:], strict=False):
         qkv = (x[a:b].transpose(0, 1)[None] for x in (q, k, v))
@@ -95,7 +96,7 @@ def _stock_rope(x, cos, sin):
     return x * cos + torch.cat([-x2, x1], -1) * sin
 
 
-def _stock_head(hidden, weight, target, temperature, *, with_entropy=False):
+def _stock_head(hidden, weight, target, temperature, *, with_entropy=False, top1_out_T=None):
     logits = F.linear(hidden, weight) / temperature[:, None].to(hidden.dtype)
     return torch.log_softmax(logits.float(), -1).gather(1, target[:, None])[:, 0], None
 
@@ -107,7 +108,7 @@ def _stock_head(hidden, weight, target, temperature, *, with_entropy=False):
         (contract_layer, "rms_norm", _stock_rms_norm),
         (trainer, "rms_norm", _stock_rms_norm),
         (contract_layer, "varlen_attention", _stock_attention),
-        (contract_layer, "apply_rope", _stock_rope),
+        (rope, "apply_rope", _stock_rope),
         (trainer, "token_log_probs", _stock_head),
     ],
 )

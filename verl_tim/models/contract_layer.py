@@ -5,13 +5,13 @@
 line of one has its counterpart in the other, with the same op of `verl_tim.numerics` or a schedule of it:
 
     engine                                  trainer
-    rms_norm_inference                      rms_norm
+    (add_)rms_norm_inference                rms_norm, add_rms_norm
     PreparedLinear (q, k, v fused)          linear (q, k, v)
-    apply_rope, KV write, paged_attention   apply_rope, varlen_attention
+    qk_norm_rope_write, paged_attention     qk_norm_rope, varlen_attention
     PreparedLinear (o)                      linear (o)
     PreparedLinear (gate, up fused)         linear (gate, up)
     swiglu_inference, PreparedLinear        swiglu, linear
-    moe_inference                           router, experts
+    router_inference, experts_inference     router, experts
 """
 
 from __future__ import annotations
@@ -25,25 +25,34 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from verl_tim.models.config import ModelConfig
-from verl_tim.models.taps import tap
+from verl_tim.models.taps import ROTATED, recording, tap
 from verl_tim.models.weights import WeightSlot
 from verl_tim.numerics.activation import swiglu, swiglu_inference
 from verl_tim.numerics.attention import PackedSequences, paged_attention, varlen_attention
-from verl_tim.numerics.contract import COLUMN_FLOOR, ContractError, ceil_to
+from verl_tim.numerics.contract import COLUMN_FLOOR, ContractError, ceil_to, on_gpu
 from verl_tim.numerics.linear import PreparedLinear, linear
-from verl_tim.numerics.moe import experts, moe_inference, router
-from verl_tim.numerics.norm import rms_norm, rms_norm_inference
-from verl_tim.numerics.paging import PagedBatch
-from verl_tim.numerics.rope import apply_rope
+from verl_tim.numerics.moe import Routes, experts, experts_inference, router, router_inference
+from verl_tim.numerics.norm import add_rms_norm, add_rms_norm_inference, rms_norm, rms_norm_inference
+from verl_tim.numerics.paging import DecodeBatch, PagedBatch
+from verl_tim.numerics.rope import qk_norm_rope, qk_norm_rope_write
+
+
+def tap_routes(layer: str, routes: Routes) -> None:
+    """Weights and expert ids of a layer's router, both (rows, k) in slot order."""
+    tap(f"{layer}.mlp.router", routes.weight_TK)
+    tap(f"{layer}.mlp.routes", routes.expert_TK)
 
 
 @dataclass
 class Step:
-    """What all layers of one forward share."""
+    """What all layers of one forward share. attention: the attention contract (`attention.resolve_attention`);
+    chosen: the experts [T, K] that each sparse layer chose, in layer order, where they are asked for."""
 
-    paged: PagedBatch
+    paged: PagedBatch | DecodeBatch
     cos_TF: Tensor
     sin_TF: Tensor
+    attention: str
+    chosen: list[Tensor] | None = None
 
 
 class ContractLayer:
@@ -101,8 +110,12 @@ class ContractLayer:
         assert moe is not None
         inner = moe.intermediate_size
         self.router = self._linear("mlp.gate", moe.num_experts, hidden, dtype, device)
-        self.experts_gate_up = torch.zeros(moe.num_experts, ceil_to(2 * inner, COLUMN_FLOOR), hidden, device=device)
-        self.experts_down = torch.zeros(moe.num_experts, ceil_to(hidden, COLUMN_FLOOR), inner, device=device)
+        gate_up_rows, down_rows, kept_dtype = 2 * inner, hidden, dtype
+        if not on_gpu(device):  # as `PreparedLinear`
+            gate_up_rows, down_rows = ceil_to(gate_up_rows, COLUMN_FLOOR), ceil_to(down_rows, COLUMN_FLOOR)
+            kept_dtype = torch.float32
+        self.experts_gate_up = torch.zeros(moe.num_experts, gate_up_rows, hidden, dtype=kept_dtype, device=device)
+        self.experts_down = torch.zeros(moe.num_experts, down_rows, inner, dtype=kept_dtype, device=device)
         for e in range(moe.num_experts):
             gate_up, down = self.experts_gate_up[e], self.experts_down[e]
             self.slots[f"mlp.experts.{e}.gate_proj.weight"] = WeightSlot(gate_up[:inner], dtype)
@@ -118,59 +131,68 @@ class ContractLayer:
             return [*tensors, self.router.weight_PK, self.experts_gate_up, self.experts_down]
         return [*tensors, self.gate_up.weight_PK, self.down.weight_PK]
 
-    def __call__(self, x_TD: Tensor, step: Step, k_pages_PSHD: Tensor, v_pages_PSHD: Tensor) -> Tensor:
-        x_TD = x_TD + self._attention(x_TD, step, k_pages_PSHD, v_pages_PSHD)
-        mlp_TD = self._mlp(x_TD)
-        tap(f"{self.name}.mlp", mlp_TD)
-        return x_TD + mlp_TD
+    def __call__(
+        self, x_TD: Tensor, residual_TD: Tensor | None, step: Step, k_pages_PSHD: Tensor, v_pages_PSHD: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """(last branch's result, residual stream before it) -> the same after this layer.
 
-    def _attention(self, x_TD: Tensor, step: Step, k_pages_PSHD: Tensor, v_pages_PSHD: Tensor) -> Tensor:
+        The residual add stands in front of the next norm, so that both are one call. `residual_TD` is None where
+        `x_TD` is the whole stream (the embedding).
+        """
         c = self.config
-        rows = x_TD.shape[0]
-        h = rms_norm_inference(x_TD, self.input_norm, c.rms_norm_eps)
+        if residual_TD is None:
+            h, residual_TD = rms_norm_inference(x_TD, self.input_norm, c.rms_norm_eps), x_TD
+        else:
+            h, residual_TD = add_rms_norm_inference(x_TD, residual_TD, self.input_norm, c.rms_norm_eps)
         tap(f"{self.name}.input_layernorm", h)
-        qkv = self.qkv(h)
-        qkv_THD = qkv.view(rows, c.num_heads + 2 * c.num_kv_heads, c.head_dim)
-        qk_THD, v_THD = qkv_THD[:, : -c.num_kv_heads], qkv_THD[:, -c.num_kv_heads :]
-        if self.qk_norm is not None:
-            qk_THD = rms_norm_inference(qk_THD, self.qk_norm, c.rms_norm_eps)
-        qk_THD = apply_rope(qk_THD, step.cos_TF, step.sin_TF)
-        k_pages_PSHD.flatten(0, 1).index_copy_(0, step.paged.slot_T, qk_THD[:, c.num_heads :].to(k_pages_PSHD.dtype))
-        v_pages_PSHD.flatten(0, 1).index_copy_(0, step.paged.slot_T, v_THD.to(v_pages_PSHD.dtype))
-        tap(f"{self.name}.self_attn.v_proj", v_THD)
-        tap(f"{self.name}.self_attn.q (projected, normalised, rotated)", qk_THD[:, : c.num_heads])
-        tap(f"{self.name}.self_attn.k (projected, normalised, rotated)", qk_THD[:, c.num_heads :])
-        out = paged_attention(qk_THD[:, : c.num_heads], k_pages_PSHD, v_pages_PSHD, step.paged)
+        attention_TD = self._attention(h, step, k_pages_PSHD, v_pages_PSHD)
+        h, residual_TD = add_rms_norm_inference(attention_TD, residual_TD, self.post_norm, c.rms_norm_eps)
+        tap(f"{self.name}.post_attention_layernorm", h)
+        mlp_TD = self._mlp(h, step)
+        tap(f"{self.name}.mlp", mlp_TD)
+        return mlp_TD, residual_TD
+
+    def _attention(self, h_TD: Tensor, step: Step, k_pages_PSHD: Tensor, v_pages_PSHD: Tensor) -> Tensor:
+        c, slots = self.config, step.paged.slot_T
+        rows = h_TD.shape[0]
+        qkv_THD = self.qkv(h_TD).view(rows, c.num_heads + 2 * c.num_kv_heads, c.head_dim)
+        q_THD = qk_norm_rope_write(
+            qkv_THD, c.num_heads, self.qk_norm, c.rms_norm_eps, step.cos_TF, step.sin_TF, k_pages_PSHD, v_pages_PSHD,
+            slots,
+        )  # fmt: skip
+        if recording():
+            tap(f"{self.name}.self_attn.v_proj", v_pages_PSHD.flatten(0, 1)[slots])
+            tap(f"{self.name}.self_attn.q {ROTATED}", q_THD)
+            tap(f"{self.name}.self_attn.k {ROTATED}", k_pages_PSHD.flatten(0, 1)[slots])
+        out = paged_attention(q_THD, k_pages_PSHD, v_pages_PSHD, step.paged, step.attention)
         tap(f"{self.name}.self_attn.attention", out)
         out_TD = self.output(out.view(rows, -1))
         tap(f"{self.name}.self_attn.o_proj", out_TD)
         return out_TD
 
-    def _mlp(self, x_TD: Tensor) -> Tensor:
+    def _mlp(self, h_TD: Tensor, step: Step) -> Tensor:
         c = self.config
-        h = rms_norm_inference(x_TD, self.post_norm, c.rms_norm_eps)
-        tap(f"{self.name}.post_attention_layernorm", h)
         if self.is_moe:
             assert c.moe is not None
-            return moe_inference(
-                h,
-                self.router.weight_PK,
-                c.moe.num_experts,
-                self.experts_gate_up,
-                self.experts_down,
-                c.moe.intermediate_size,
-                c.moe.top_k,
-                c.moe.normalise,
-            )
-        gate_up = self.gate_up(h)
+            routes = router_inference(h_TD, self.router.weight_PK, c.moe.num_experts, c.moe.top_k, c.moe.normalise)
+            if step.chosen is not None:
+                step.chosen.append(routes.expert_TK)
+            tap_routes(self.name, routes)
+            return experts_inference(h_TD, routes, self.experts_gate_up, self.experts_down, c.moe.intermediate_size)
+        gate_up = self.gate_up(h_TD)
         return self.down(swiglu_inference(gate_up[:, : c.intermediate_size], gate_up[:, c.intermediate_size :]))
 
 
 class TrainerStep:
-    """What a forward's layers share. No dataclass, on purpose: FSDP2 casts tensors inside those and in containers."""
+    """What a forward's layers share. No dataclass, on purpose: FSDP2 casts tensors inside those and in containers.
 
-    def __init__(self, packed: PackedSequences, cos_TF: Tensor, sin_TF: Tensor) -> None:
-        self.packed, self.cos_TF, self.sin_TF = packed, cos_TF, sin_TF
+    `routes`: sparse layer -> the experts [T, K] it chose, where they are asked for; by layer, because gradient
+    checkpointing runs a layer twice.
+    """
+
+    def __init__(self, packed: PackedSequences, cos_TF: Tensor, sin_TF: Tensor, attention: str) -> None:
+        self.packed, self.cos_TF, self.sin_TF, self.attention = packed, cos_TF, sin_TF, attention
+        self.routes: dict[int, Tensor] | None = None
 
 
 def plain(parameter: Any) -> Tensor:
@@ -199,23 +221,23 @@ def trainer_layer(config: ModelConfig, index: int) -> Callable[[Any, Tensor, Tra
         q = _proj(h, attn.q_proj).view(rows, config.num_heads, config.head_dim)
         k = _proj(h, attn.k_proj).view(rows, config.num_kv_heads, config.head_dim)
         v = _proj(h, attn.v_proj).view(rows, config.num_kv_heads, config.head_dim)
-        if config.arch.qk_norm:
-            q = rms_norm(q, plain(attn.q_norm.weight), config.rms_norm_eps)
-            k = rms_norm(k, plain(attn.k_norm.weight), config.rms_norm_eps)
-        q, k = apply_rope(q, step.cos_TF, step.sin_TF), apply_rope(k, step.cos_TF, step.sin_TF)
+        norms = (plain(attn.q_norm.weight), plain(attn.k_norm.weight)) if config.arch.qk_norm else None
+        q, k = qk_norm_rope(q, k, norms, config.rms_norm_eps, step.cos_TF, step.sin_TF)
         tap(f"{name}.self_attn.v_proj", v)
-        tap(f"{name}.self_attn.q (projected, normalised, rotated)", q)
-        tap(f"{name}.self_attn.k (projected, normalised, rotated)", k)
-        out = varlen_attention(q, k, v, step.packed)
+        tap(f"{name}.self_attn.q {ROTATED}", q)
+        tap(f"{name}.self_attn.k {ROTATED}", k)
+        out = varlen_attention(q, k, v, step.packed, step.attention)
         tap(f"{name}.self_attn.attention", out)
         out_TD = _proj(out.view(rows, -1), attn.o_proj)
         tap(f"{name}.self_attn.o_proj", out_TD)
-        x_TD = x_TD + out_TD
-        h = rms_norm(x_TD, plain(self.post_attention_layernorm.weight), config.rms_norm_eps)
+        h, x_TD = add_rms_norm(out_TD, x_TD, plain(self.post_attention_layernorm.weight), config.rms_norm_eps)
         tap(f"{name}.post_attention_layernorm", h)
         mlp = self.mlp
         if moe is not None:
             routes = router(h, plain(mlp.gate.weight), moe.top_k, moe.normalise)
+            if step.routes is not None:
+                step.routes[index] = routes.expert_TK
+            tap_routes(name, routes)
             mlp_TD = experts(h, routes, plain(mlp.experts.gate_up_proj), plain(mlp.experts.down_proj))
         else:
             mlp_TD = _proj(swiglu(_proj(h, mlp.gate_proj), _proj(h, mlp.up_proj)), mlp.down_proj)

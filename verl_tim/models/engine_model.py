@@ -3,6 +3,7 @@ sampling."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal
@@ -16,14 +17,15 @@ from verl_tim.models.contract_layer import ContractLayer, Step
 from verl_tim.models.stock_layer import StockLayer, rms_norm
 from verl_tim.models.taps import tap
 from verl_tim.models.weights import WeightError, WeightSlot, checkpoint_weights, load_into, weight_checksum
-from verl_tim.numerics.contract import ROW_FLOOR, ContractError, check_process, contract_id, exact_region
-from verl_tim.numerics.head import mask_padding
+from verl_tim.numerics.attention import resolve_attention
+from verl_tim.numerics.contract import ROW_FLOOR, ContractError, check_process, contract_id, exact_region, on_gpu
+from verl_tim.numerics.head import head_logits, log_probs_of, mask_padding, token_log_probs
 from verl_tim.numerics.linear import PreparedLinear, matmul_rows
-from verl_tim.numerics.norm import rms_norm_inference
-from verl_tim.numerics.paging import PagedBatch
+from verl_tim.numerics.norm import add_rms_norm_inference
+from verl_tim.numerics.paging import DecodeBatch, PagedBatch
 from verl_tim.numerics.probe import ProbeReport, probe
 from verl_tim.numerics.rope import RopeTable
-from verl_tim.numerics.sampling import Sampled, SamplingTensors, sample
+from verl_tim.numerics.sampling import Sampled, SamplingTensors, draw, sample
 
 Numerics = Literal["contract", "stock"]
 _EMBED, _HEAD, _NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
@@ -32,13 +34,18 @@ _EMBED, _HEAD, _NORM = "model.embed_tokens.weight", "lm_head.weight", "model.nor
 class EngineModel:
     """A decoder-only language model for inference, built empty; see `build_model`.
 
-    Attributes: config, dtype (operand dtype and that of the KV cache), device, numerics.
+    Attributes: config, dtype (operand dtype and that of the KV cache), device, numerics, attention (the attention
+    contract in use), contract_id (empty for stock numerics).
     """
 
-    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, numerics: Numerics) -> None:
+    def __init__(
+        self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, numerics: Numerics, attention: str
+    ) -> None:
         self.config, self.dtype, self.device, self.numerics = config, dtype, device, numerics
+        self.attention, self.contract_id = "stock", ""
         if numerics == "contract":
-            contract_id(device, dtype)  # refuses what has no contract
+            self.attention = resolve_attention(attention, device, config.head_dim)
+            self.contract_id = contract_id(device, dtype, self.attention)  # refuses what has no contract
         elif numerics != "stock":
             raise ContractError(f"numerics={numerics!r} is unknown; use 'contract' or 'stock'")
         self._rope = RopeTable(
@@ -46,6 +53,11 @@ class EngineModel:
         )
         self._loaded = False
         self._slots: dict[str, WeightSlot] = {}
+
+    @property
+    def row_floor(self) -> int:
+        """`forward` takes rows in multiples of this. The GPU schedules serve any number of rows with the same bits."""
+        return ROW_FLOOR if self.numerics == "contract" and not on_gpu(self.device) else 1
 
     # -- weights ---------------------------------------------------------------------------------------------------
 
@@ -92,6 +104,18 @@ class EngineModel:
             load_into(self._slots, weights, tied_head=(_HEAD, _EMBED) if self.config.tie_word_embeddings else None)
         self._loaded = True
 
+    @contextlib.contextmanager
+    def any_weights(self) -> Iterator[None]:
+        """Within, the model runs on whatever its buffers hold (zeros before the first load): for measuring memory and
+        recording graphs, where values do not matter."""
+        if not self._slots:
+            self._allocate()
+        loaded, self._loaded = self._loaded, True
+        try:
+            yield
+        finally:
+            self._loaded = loaded
+
     def load_checkpoint(self, path: str | Path) -> None:
         """Load the safetensors of a local HF folder. Errors as `load_weights`."""
         self.load_weights(checkpoint_weights(path))
@@ -119,13 +143,19 @@ class EngineModel:
         for name, slot in self._slots.items():
             yield name, slot.read()
 
+    def weight_shapes(self) -> dict[str, torch.Size]:
+        """Shape of every weight that a load must bring, by HF name."""
+        if not self._slots:
+            self._allocate()
+        return {name: slot.shape for name, slot in self._slots.items()}
+
     def weight_checksum(self) -> str:
         """See `verl_tim.models.weights.weight_checksum`."""
         return weight_checksum(self.named_weights(), self.dtype)
 
     def probe(self) -> ProbeReport:
         """Check the contract at this model's shapes on this device (`verl_tim.numerics.probe`); for start-up."""
-        return probe(self.device, self.dtype, self.config.probe_shapes)
+        return probe(self.device, self.dtype, self.config.probe_shapes, attention=self.attention)
 
     def _require_weights(self) -> None:
         if not self._loaded:
@@ -134,34 +164,45 @@ class EngineModel:
     # -- compute ---------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def forward(self, token_ids_T: Tensor, paged: PagedBatch, k_pages_LPSHD: Tensor, v_pages_LPSHD: Tensor) -> Tensor:
+    def forward(
+        self,
+        token_ids_T: Tensor,
+        paged: PagedBatch | DecodeBatch,
+        k_pages_LPSHD: Tensor,
+        v_pages_LPSHD: Tensor,
+        chosen: list[Tensor] | None = None,
+    ) -> Tensor:
         """Run this step's rows, write their keys and values, and return their hidden states.
 
         Args:
-            token_ids_T: int64 [T]; for the contract T is a multiple of `ROW_FLOOR` (the runner pads).
+            token_ids_T: int64 [T]; for the contract T is a multiple of `row_floor` (the runner pads).
             paged: the step's layout; slot_T and position_T have T entries.
             k_pages_LPSHD, v_pages_LPSHD: [layers, pages, page_size, kv heads, head_dim] in the model dtype; page 0 is
-            the
-                null page.
+                the null page.
+            chosen: gets the chosen experts [T, K] of each sparse layer appended, in layer order.
 
         Returns:
             [T, hidden] in the model dtype, final norm applied.
         """
         self._require_weights()
         rows = token_ids_T.shape[0]
-        if self.numerics == "contract" and rows % ROW_FLOOR:
-            raise ContractError(f"forward: {rows} rows; pad them to a multiple of {ROW_FLOOR} (token 0, slot 0)")
+        if rows % self.row_floor:
+            raise ContractError(f"forward: {rows} rows; pad them to a multiple of {self.row_floor} (token 0, slot 0)")
         if paged.slot_T.shape[0] != rows:
             raise ContractError(f"forward: {rows} token ids but {paged.slot_T.shape[0]} slots")
         with exact_region(self.device.type):
             cos_TF, sin_TF = self._rope.at(paged.position_T, paged.max_context)
-            step = Step(paged, cos_TF, sin_TF)
+            step = Step(paged, cos_TF, sin_TF, self.attention, chosen)
             x = F.embedding(token_ids_T, self._embed).to(self.dtype)
             tap("model.embed_tokens", x)
+            residual: Tensor | None = None
             for index, layer in enumerate(self._layers):
-                x = layer(x, step, k_pages_LPSHD[index], v_pages_LPSHD[index])
-            norm = rms_norm_inference if self.numerics == "contract" else rms_norm
-            h = norm(x, self._norm, self.config.rms_norm_eps)
+                x, residual = layer(x, residual, step, k_pages_LPSHD[index], v_pages_LPSHD[index])
+            assert residual is not None, "a model has layers"
+            if self.numerics == "contract":
+                h, _ = add_rms_norm_inference(x, residual, self._norm, self.config.rms_norm_eps)
+            else:
+                h = rms_norm(residual + x, self._norm, self.config.rms_norm_eps)
             tap("model.norm", h)
             return h
 
@@ -172,7 +213,36 @@ class EngineModel:
         with exact_region(self.device.type):
             if self.numerics == "stock":
                 return F.linear(hidden_BD, self._head).to(torch.float32)
+            if on_gpu(hidden_BD):
+                return head_logits(hidden_BD, self._head)
             return mask_padding(matmul_rows(hidden_BD.to(torch.float32), self._head), self.config.vocab_size)
+
+    @torch.inference_mode()
+    def log_probs(self, hidden_TD: Tensor, token_T: Tensor, temperature_T: Tensor) -> Tensor:
+        """float32 [T]: log-probs of given tokens for chosen rows of `forward`'s result, with the bits that `draw`
+        records. token_T int64, temperature_T float32 (0: scored at 1), on the model's device."""
+        self._require_weights()
+        if self.numerics == "stock":
+            divisor_T1 = torch.where(temperature_T == 0.0, 1.0, temperature_T)[:, None]
+            return torch.log_softmax(self.logits(hidden_TD) / divisor_T1, dim=-1).gather(1, token_T[:, None])[:, 0]
+        if on_gpu(hidden_TD):
+            with exact_region(self.device.type):
+                return token_log_probs(hidden_TD, self._head, token_T, temperature_T)[0]
+        return log_probs_of(self.logits(hidden_TD), token_T, temperature_T)[0]
+
+    @torch.inference_mode()
+    def draw(self, hidden_BD: Tensor, params: SamplingTensors, cut_R: Tensor | None = None) -> Sampled:
+        """Draw a token per row of `forward`'s result. A row without usable logits does not stop the others: its
+        log-prob is NaN. `cut_R`: the rows that cut, where known (`numerics.sampling.draw`). Errors as `sample`."""
+        self._require_weights()
+        if self.numerics == "contract":
+            with exact_region(self.device.type):
+                return draw(hidden_BD, self._head, self.config.vocab_size, params, cut_R)
+        logits_BV = self.logits(hidden_BD)
+        broken_B = ~torch.isfinite(logits_BV.amax(dim=-1))
+        sampled = self.sample(logits_BV.masked_fill(broken_B[:, None], 0.0), params)
+        sampled.log_prob_B = sampled.log_prob_B.masked_fill(broken_B, torch.nan)
+        return sampled
 
     @torch.inference_mode()
     def sample(self, logits_BV: Tensor, params: SamplingTensors) -> Sampled:
@@ -192,9 +262,11 @@ def build_model(
     dtype: torch.dtype,
     device: torch.device | str,
     numerics: Numerics = "contract",
+    attention: str = "auto",
 ) -> EngineModel:
     """An `EngineModel` without weights; they are allocated by the first load.
 
+    `attention`: the attention contract, see `verl_tim.numerics.attention.resolve_attention`.
     Raises `ContractError` for numerics='contract' on a device or in a dtype that has no contract.
     """
-    return EngineModel(config, dtype=dtype, device=torch.device(device), numerics=numerics)
+    return EngineModel(config, dtype=dtype, device=torch.device(device), numerics=numerics, attention=attention)

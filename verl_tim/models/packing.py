@@ -31,11 +31,14 @@ class PackedRows:
     shape: tuple[int, int]
 
     def unpack(self, value_T: Tensor) -> Tensor:
-        """[T] -> [B, S], zeros where the input was padding; a copy, since FSDP2's hook would be lost on a view."""
+        """[T, ...] -> [B, S, ...], zeros where the input was padding.
+
+        A copy, since FSDP2's hook would be lost on a view.
+        """
         real = value_T[: self.sequences.num_rows]
         if self.source is not None:
-            real = real.new_zeros(self.shape[0] * self.shape[1]).index_copy(0, self.source, real)
-        return real.view(self.shape).clone()
+            real = real.new_zeros(self.shape[0] * self.shape[1], *real.shape[1:]).index_copy(0, self.source, real)
+        return real.view(*self.shape, *real.shape[1:]).clone()
 
 
 def _packed_lengths(position_T: Tensor) -> Tensor:

@@ -12,10 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from verl_tim.models.config import ModelConfig
-from verl_tim.models.contract_layer import Step
-from verl_tim.models.taps import tap
+from verl_tim.models.contract_layer import Step, tap_routes
+from verl_tim.models.taps import ROTATED, tap
 from verl_tim.models.weights import WeightSlot
-from verl_tim.numerics.paging import PagedBatch, SequenceGroup
+from verl_tim.numerics.moe import Routes
+from verl_tim.numerics.paging import DecodeBatch, PagedBatch, SequenceGroup
 
 
 class StockLayer:
@@ -67,27 +68,34 @@ class StockLayer:
             self.slots[name] = WeightSlot(view, self.dtype)
         return buffer
 
-    def __call__(self, x_TD: Tensor, step: Step, k_pages_PSHD: Tensor, v_pages_PSHD: Tensor) -> Tensor:
+    def __call__(
+        self, x_TD: Tensor, residual_TD: Tensor | None, step: Step, k_pages_PSHD: Tensor, v_pages_PSHD: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """As `ContractLayer`'s."""
+        x_TD = x_TD if residual_TD is None else residual_TD + x_TD
         x_TD = x_TD + self._attention(x_TD, step, k_pages_PSHD, v_pages_PSHD)
         h = rms_norm(x_TD, self.post_norm, self.config.rms_norm_eps)
         tap(f"{self.name}.post_attention_layernorm", h)
-        mlp_TD = self._moe(h) if self.is_moe else self._swiglu(h, self.gate_up, self.down)
+        mlp_TD = self._moe(h, step) if self.is_moe else self._swiglu(h, self.gate_up, self.down)
         tap(f"{self.name}.mlp", mlp_TD)
-        return x_TD + mlp_TD
+        return mlp_TD, x_TD
 
     @staticmethod
     def _swiglu(h_TD: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
         gate, up = F.linear(h_TD, gate_up).chunk(2, dim=-1)
         return F.linear(F.silu(gate) * up, down)
 
-    def _moe(self, h_TD: Tensor) -> Tensor:
+    def _moe(self, h_TD: Tensor, step: Step) -> Tensor:
         moe = self.config.moe
         assert moe is not None
         p_TE = F.softmax(F.linear(h_TD, self.router), dim=-1, dtype=torch.float32)
         weight_TK, expert_TK = torch.topk(p_TE, moe.top_k, dim=-1)
+        if step.chosen is not None:
+            step.chosen.append(expert_TK)
         if moe.normalise:
             weight_TK = weight_TK / weight_TK.sum(-1, keepdim=True)
         weight_TK = weight_TK.to(h_TD.dtype)
+        tap_routes(self.name, Routes(expert_TK, weight_TK))
         out = torch.zeros_like(h_TD)
         order = expert_TK.view(-1).argsort()
         counts = torch.bincount(expert_TK.view(-1), minlength=moe.num_experts).tolist()
@@ -111,8 +119,8 @@ class StockLayer:
         k_pages_PSHD.flatten(0, 1).index_copy_(0, step.paged.slot_T, k)
         v_pages_PSHD.flatten(0, 1).index_copy_(0, step.paged.slot_T, v)
         tap(f"{self.name}.self_attn.v_proj", v)
-        tap(f"{self.name}.self_attn.q (projected, normalised, rotated)", q)
-        tap(f"{self.name}.self_attn.k (projected, normalised, rotated)", k)
+        tap(f"{self.name}.self_attn.q {ROTATED}", q)
+        tap(f"{self.name}.self_attn.k {ROTATED}", k)
         out = sdpa_paged(q, k_pages_PSHD, v_pages_PSHD, step.paged)
         tap(f"{self.name}.self_attn.attention", out)
         out_TD = F.linear(out.flatten(1), self.output)
@@ -120,7 +128,13 @@ class StockLayer:
         return out_TD
 
 
-def sdpa_paged(q_THD: Tensor, k_pages_PSHD: Tensor, v_pages_PSHD: Tensor, batch: PagedBatch) -> Tensor:
+def sdpa_paged(
+    q_THD: Tensor,
+    k_pages_PSHD: Tensor,
+    v_pages_PSHD: Tensor,
+    batch: PagedBatch | DecodeBatch,
+    _attention: str = "stock",
+) -> Tensor:
     """PyTorch's scaled_dot_product_attention over the paged KV cache; arguments as `numerics.paged_attention`."""
     k_rows, v_rows = k_pages_PSHD.flatten(0, 1), v_pages_PSHD.flatten(0, 1)
     out = torch.zeros_like(q_THD, memory_format=torch.contiguous_format)

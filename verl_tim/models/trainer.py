@@ -2,6 +2,7 @@
 
 `apply_contract` replaces `forward` on module *instances*, before or after FSDP2 wraps them:
     root (…ForCausalLM)  input checks, packing, autocast off, tokens -> log-probs
+    model.embed_tokens   embedding
     decoder layer        `contract_layer.trainer_layer`, beside the engine's layer
     model.norm           rms_norm
     lm_head              token_log_probs (logits never leave it)
@@ -25,7 +26,9 @@ from verl_tim.models.config import ModelConfig, ModelError, config_from_hf
 from verl_tim.models.contract_layer import TrainerStep, plain, trainer_layer
 from verl_tim.models.packing import pack
 from verl_tim.models.taps import tap
+from verl_tim.numerics.attention import resolve_attention
 from verl_tim.numerics.contract import ContractError, check_process, contract_id, exact_region
+from verl_tim.numerics.embedding import embedding
 from verl_tim.numerics.head import token_log_probs
 from verl_tim.numerics.norm import rms_norm
 from verl_tim.numerics.rope import RopeTable
@@ -35,12 +38,17 @@ from verl_tim.numerics.rope import RopeTable
 class ContractOutput(ModelOutput):
     """log_probs and entropy, float32 [B, S]: of the token after each position (entropy None when not asked for).
 
+    With `record_choices`, top1, int64 [B, S]: the likeliest token after each position; routes, int16 [B, S, layers, k]:
+    the experts that each sparse layer chose there (None for a dense model).
+
     A `ModelOutput`, because FSDP2 hangs its pre-backward hooks on the tensors that it finds in the output, and looks
     into registered pytrees only: a plain dataclass would leave the root's parameters freed in backward (torch 2.11).
     """
 
     log_probs: Tensor | None = None
     entropy: Tensor | None = None
+    top1: Tensor | None = None
+    routes: Tensor | None = None
 
 
 @dataclass
@@ -50,11 +58,13 @@ class ContractForward:
     Attributes:
         config: the model's config as both sides read it.
         table: module name -> the contract op that serves it.
+        attention: the attention contract asked for.
         forward_calls, tokens: how many root forwards ran, and over how many real tokens.
     """
 
     config: ModelConfig
     table: dict[str, str]
+    attention: str = "auto"
     forward_calls: int = 0
     tokens: int = 0
     _rope: dict[torch.device, RopeTable] = field(default_factory=dict, repr=False)
@@ -68,6 +78,10 @@ class ContractForward:
             )
         return self._rope[device]
 
+    def attention_on(self, device: torch.device) -> str:
+        """The attention contract in use on a device."""
+        return resolve_attention(self.attention, device, self.config.head_dim)
+
     def remove(self) -> None:
         """Give every module its own forward back."""
         for module in self._replaced:
@@ -79,8 +93,16 @@ class ContractForward:
 class _Targets:
     """What the head needs beside the hidden states. No dataclass either."""
 
-    def __init__(self, token_T: Tensor, temperature_T: Tensor, with_entropy: bool) -> None:
+    def __init__(self, token_T: Tensor, temperature_T: Tensor, with_entropy: bool, top1_out_T: Tensor | None) -> None:
         self.token_T, self.temperature_T, self.with_entropy = token_T, temperature_T, with_entropy
+        self.top1_out_T = top1_out_T
+
+
+def _embedding_forward() -> Any:
+    def forward(self: nn.Embedding, token_T: Tensor) -> Tensor:
+        return embedding(token_T, plain(self.weight), self.padding_idx)
+
+    return forward
 
 
 def _norm_forward(config: ModelConfig) -> Any:
@@ -100,6 +122,7 @@ def _head_forward() -> Any:
             targets.token_T,
             targets.temperature_T,
             with_entropy=targets.with_entropy,
+            top1_out_T=targets.top1_out_T,
         )
 
     return forward
@@ -119,6 +142,7 @@ def _root_forward(handle: ContractForward) -> Any:
         temperature: float | Tensor = 1.0,
         shift_labels: Tensor | None = None,
         calculate_entropy: bool = True,
+        record_choices: bool = False,
         **ignored: Any,
     ) -> ContractOutput:
         for name, value in ignored.items():
@@ -133,30 +157,42 @@ def _root_forward(handle: ContractForward) -> Any:
         with exact_region(device.type):
             packed = pack(input_ids, attention_mask, position_ids, temperature, shift_labels)
             cos_TF, sin_TF = handle.rope(device).at(packed.position_T, packed.max_length)
-            step = TrainerStep(packed.sequences, cos_TF, sin_TF)
             x = self.model.embed_tokens(packed.token_T)
             tap("model.embed_tokens", x)
-            contract_id(device, x.dtype)
+            step = TrainerStep(packed.sequences, cos_TF, sin_TF, handle.attention_on(device))
+            contract_id(device, x.dtype, step.attention)
+            top1_T = torch.empty_like(packed.target_T) if record_choices else None
+            step.routes = {} if record_choices else None
             for layer in self.model.layers:
                 x = layer(x, step=step)
             x = self.model.norm(x)
-            log_prob_T, entropy_T = self.lm_head(x, _Targets(packed.target_T, packed.temperature_T, calculate_entropy))
+            targets = _Targets(packed.target_T, packed.temperature_T, calculate_entropy, top1_T)
+            log_prob_T, entropy_T = self.lm_head(x, targets)
             handle.forward_calls += 1
             handle.tokens += packed.sequences.num_rows
-            return ContractOutput(packed.unpack(log_prob_T), None if entropy_T is None else packed.unpack(entropy_T))
+            routes_TLK = None
+            if step.routes:
+                routes_TLK = torch.stack([step.routes[layer] for layer in sorted(step.routes)], 1).to(torch.int16)
+
+            def unpacked(value: Tensor | None) -> Tensor | None:
+                return None if value is None else packed.unpack(value)
+
+            return ContractOutput(*(unpacked(value) for value in (log_prob_T, entropy_T, top1_T, routes_TLK)))
 
     return forward
 
 
-def apply_contract(hf_model: nn.Module) -> ContractForward:
+def apply_contract(hf_model: nn.Module, *, attention: str = "auto") -> ContractForward:
     """Serve a transformers Qwen3, Qwen3-MoE, Qwen2/2.5 or Llama causal LM by contract ops, in place.
 
     May be called before `fully_shard` or after it. Afterwards the model's forward is
-    ``(input_ids, attention_mask=None, position_ids=None, temperature=1.0, shift_labels=None, calculate_entropy=True)``
-    and returns an object with ``.log_probs`` and ``.entropy``, float32 of input_ids' shape, which is what verl's
+    ``(input_ids, attention_mask=None, position_ids=None, temperature=1.0, shift_labels=None, calculate_entropy=True,
+    record_choices=False)`` and returns a `ContractOutput`, whose ``.log_probs`` and ``.entropy`` are what verl's
     use_fused_kernels path takes (verl 0.9.1, workers/engine/fsdp/transformer_impl.py:1362, 1456). Packed input is (1,
     T) without attention_mask, a sequence starting wherever the position id is 0; padded input is (B, S) with an
     attention_mask padded left or right. Without shift_labels the target of a position is the next column of its row.
+
+    `attention`: the attention contract, see `verl_tim.numerics.attention.resolve_attention`; the rollout's, too.
 
     Raises:
         ModelError: for a model that has no table.
@@ -173,7 +209,7 @@ def apply_contract(hf_model: nn.Module) -> ContractForward:
         )
     if getattr(hf_model, "_verl_tim_contract", None) is not None:
         raise ContractError("apply_contract: this model is already served by the contract")
-    handle = ContractForward(config, {})
+    handle = ContractForward(config, {}, attention)
 
     def serve(name: str, module: nn.Module, forward: Any, op: str) -> None:
         module.forward = types.MethodType(forward, module)  # type: ignore[method-assign]
@@ -191,9 +227,9 @@ def apply_contract(hf_model: nn.Module) -> ContractForward:
                     "and quantised layers are outside the contract)"
                 )
         mlp = "router + experts" if config.is_moe_layer(index) else "linear + swiglu"
-        op = f"rms_norm, linear, rope, varlen_attention, {mlp}"
+        op = f"rms_norm, linear, qk_norm_rope, varlen_attention, {mlp}"
         serve(f"model.layers.{index}", layer, trainer_layer(config, index), op)
-    handle.table["model.embed_tokens"] = "embedding (the module's own)"
+    serve("model.embed_tokens", root.model.embed_tokens, _embedding_forward(), "embedding")
     serve("model.norm", root.model.norm, _norm_forward(config), "rms_norm")
     serve("lm_head", root.lm_head, _head_forward(), "token_log_probs")
     serve("", hf_model, _root_forward(handle), "pack, autocast off, unpack")

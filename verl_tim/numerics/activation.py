@@ -10,11 +10,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from verl_tim.numerics.contract import exact_region
+from verl_tim.numerics.contract import exact_region, kernels, on_gpu
 
 
 def swiglu_inference(gate_TI: Tensor, up_TI: Tensor) -> Tensor:
     """`swiglu` without autograd."""
+    if on_gpu(gate_TI):
+        return kernels("activation").swiglu(gate_TI, up_TI)
     g = gate_TI.to(torch.float32)
     denominator = torch.neg(g).exp_().add_(1.0)
     return torch.div(g, denominator, out=denominator).to(gate_TI.dtype) * up_TI
@@ -36,6 +38,8 @@ class _SwiGLU(torch.autograd.Function):
 
 def swiglu_backward(grad_TI: Tensor, gate_TI: Tensor, up_TI: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of `swiglu` with respect to gate and up, in their dtypes."""
+    if on_gpu(grad_TI):
+        return kernels("activation").swiglu_backward(grad_TI, gate_TI, up_TI)
     g, u, d = gate_TI.to(torch.float32), up_TI.to(torch.float32), grad_TI.to(torch.float32)
     sigmoid = 1.0 / (1.0 + torch.exp(-g))
     silu = g * sigmoid

@@ -1,10 +1,15 @@
-"""Causal grouped-query attention, contract ``chunk64``, CPU schedule.
+"""Causal grouped-query attention: the contracts' rules, and the CPU schedule of ``chunk64``.
 
-Rule, for one query row and one head, keys in ascending absolute position:
+Two contracts exist; a model uses one of them on both sides, and the contract id names it (`resolve_attention`):
+    - ``chunk64``: ours, below; every device, head_dim a multiple of 16. GPU schedules: `gpu/chunk64.py`;
+    - ``fa3``: FlashAttention 3 as vLLM builds it, for Hopper GPUs and head_dim 128 or 256 (`gpu/fa3.py`).
+
+Rule of chunk64, for one query row and one head, keys in ascending absolute position:
     - scores s = (q . k) accumulated in float32, times scale = head_dim ** -0.5 in float32;
     - keys are cut into blocks of `KEY_BLOCK` from absolute position 0, blocks into chunks of `CHUNK_KEYS`;
-    - inside a chunk an online softmax over its blocks: m_j = max(m_{j-1}, max s), p = exp(s - m_j) (base e on a CPU),
-      l = l * exp(m_{j-1} - m_j) + sum p, acc = acc * exp(m_{j-1} - m_j) + p V (one float32 GEMM over the block);
+    - inside a chunk an online softmax over its blocks: m_j = max(m_{j-1}, max s), p = exp(s - m_j) (base e on a CPU,
+      2 on a GPU), l = l * exp(m_{j-1} - m_j) + sum p, acc = acc * exp(m_{j-1} - m_j) + p V (one float32 GEMM over the
+      block; on a GPU p is rounded to the operand dtype first, and its sum comes from the matrix unit, too);
     - chunks are merged in ascending order: m' = max(m, m_c), l = l * exp(m - m') + l_c * exp(m_c - m'), acc alike;
     - out = acc / l, rounded once to the operand dtype. Masked keys contribute exact zeros.
 
@@ -16,16 +21,50 @@ few large operations whatever the number of sequences.
 
 from __future__ import annotations
 
+import functools
 import itertools
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from verl_tim.numerics.contract import CHUNK_KEYS, KEY_BLOCK, ROW_FLOOR, ContractError, ceil_to, exact_region
-from verl_tim.numerics.paging import PagedBatch, SequenceGroup, group_sequences
+from verl_tim.numerics.contract import (
+    CHUNK_KEYS,
+    KEY_BLOCK,
+    ROW_FLOOR,
+    ContractError,
+    ceil_to,
+    exact_region,
+    kernels,
+    on_gpu,
+)
+from verl_tim.numerics.paging import DecodeBatch, PagedBatch, SequenceGroup, group_sequences
+
+ATTENTION_CONTRACTS = (f"chunk{KEY_BLOCK}", "fa3")
 
 _BLOCKS_PER_CHUNK = CHUNK_KEYS // KEY_BLOCK
 _TILE_ELEMENTS = 1 << 21  # scores in flight per query tile: 8 MiB of float32
+
+
+def resolve_attention(name: str, device: torch.device | str, head_dim: int) -> str:
+    """The attention contract that `name` means on a device.
+
+    ``auto`` is ``fa3`` where it holds (a Hopper GPU, head_dim 128 or 256, vLLM's FlashAttention 3 installed), else
+    ``chunk64``. Raises `ContractError` for an unknown name, and for a contract that this device cannot serve, with the
+    reason.
+    """
+    if name not in ("auto", *ATTENTION_CONTRACTS):
+        raise ContractError(f"attention={name!r} is unknown; use auto, {' or '.join(ATTENTION_CONTRACTS)}")
+    if name == ATTENTION_CONTRACTS[0]:
+        return name
+    reason: str | None = "it needs a GPU"
+    if torch.device(device).type == "cuda":
+        reason = kernels("fa3").unsupported(head_dim, torch.device(device))
+    if reason is None:
+        return "fa3"
+    if name == "auto":
+        return ATTENTION_CONTRACTS[0]
+    raise ContractError(f"attention=fa3 cannot serve this model here: {reason}; use attention=chunk64 on both sides")
 
 
 def _split_heads(x_NQHD: Tensor, num_kv_heads: int, rows: int) -> Tensor:
@@ -165,6 +204,11 @@ def _attend_group(q_NQHD: Tensor, k_BKD: Tensor, v_BKD: Tensor, group: SequenceG
     return out, lse
 
 
+def _schedules(contract: str) -> Any:
+    """The GPU schedules of an attention contract: the module of its name."""
+    return kernels(contract)
+
+
 def _check_heads(q_THD: Tensor, num_kv_heads: int) -> None:
     heads, dim = q_THD.shape[1:]
     if heads % num_kv_heads:
@@ -173,7 +217,13 @@ def _check_heads(q_THD: Tensor, num_kv_heads: int) -> None:
         raise ContractError(f"attention: head_dim {dim} is not a multiple of 16, which the contract requires")
 
 
-def paged_attention(q_THD: Tensor, k_pages_PSHD: Tensor, v_pages_PSHD: Tensor, batch: PagedBatch) -> Tensor:
+def paged_attention(
+    q_THD: Tensor,
+    k_pages_PSHD: Tensor,
+    v_pages_PSHD: Tensor,
+    batch: PagedBatch | DecodeBatch,
+    contract: str = ATTENTION_CONTRACTS[0],
+) -> Tensor:
     """Attention of this step's rows over the paged KV cache (which already holds their keys and values).
 
     Args:
@@ -181,12 +231,15 @@ def paged_attention(q_THD: Tensor, k_pages_PSHD: Tensor, v_pages_PSHD: Tensor, b
         k_pages_PSHD, v_pages_PSHD: one layer's pages [pages, page_size, kv heads, head_dim]; any page size >= 1. Page
             0 is the null page and must hold finite values.
         batch: the step's layout.
+        contract: which attention contract.
 
     Returns:
         [T, heads, head_dim]; rows beyond the batch's are zero.
     """
     num_kv_heads = k_pages_PSHD.shape[2]
     _check_heads(q_THD, num_kv_heads)
+    if on_gpu(q_THD):
+        return _schedules(contract).paged(q_THD, k_pages_PSHD, v_pages_PSHD, batch)
     k_rows = k_pages_PSHD.flatten(0, 1)
     v_rows = v_pages_PSHD.flatten(0, 1)
     out = torch.empty_like(q_THD)
@@ -211,13 +264,25 @@ class PackedSequences:
             raise ContractError(f"attention: cu_seqlens must start at 0 and increase strictly, got {bounds[:8]}...")
         self.num_rows = bounds[-1]
         self.lengths = [b - a for a, b in itertools.pairwise(bounds)]
-        self.groups = group_sequences(bounds[:-1], self.lengths, self.lengths, device=cu_seqlens.device)
+        self.max_length = max(self.lengths, default=0)
+        self.cu_seqlens_int32 = cu_seqlens.to(torch.int32)  # as GPU schedules read it
+        self.gpu_plan: Any = None  # that of a GPU schedule, made by it
+
+    @functools.cached_property
+    def groups(self) -> list[SequenceGroup]:
+        """The dense problems of the CPU schedule."""
+        starts = self.cu_seqlens.tolist()[:-1]
+        return group_sequences(starts, self.lengths, self.lengths, device=self.cu_seqlens.device)
 
 
 class _VarlenAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, packed: PackedSequences) -> Tensor:
-        ctx.packed = packed
+    def forward(ctx, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, packed: PackedSequences, contract: str) -> Tensor:
+        ctx.packed, ctx.contract = packed, contract
+        if on_gpu(q_THD):
+            out, lse_HT = _schedules(contract).varlen(q_THD, k_THD, v_THD, packed)
+            ctx.save_for_backward(q_THD, k_THD, v_THD, out, lse_HT)
+            return out
         out = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
         lse = torch.zeros(q_THD.shape[:2], device=q_THD.device)
         out[packed.num_rows :] = 0.0
@@ -234,11 +299,14 @@ class _VarlenAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_THD: Tensor):
         q_THD, k_THD, v_THD, out, lse = ctx.saved_tensors
+        if on_gpu(grad_THD):
+            grads = _schedules(ctx.contract).backward(grad_THD, q_THD, k_THD, v_THD, out, lse, ctx.packed)
+            return *grads, None, None
         grad_q, grad_k, grad_v = (torch.zeros_like(x, dtype=torch.float32) for x in (q_THD, k_THD, v_THD))
         with exact_region(grad_THD.device.type):
             for group in ctx.packed.groups:
                 _backward_group(group, q_THD, k_THD, v_THD, out, lse, grad_THD, grad_q, grad_k, grad_v)
-        return grad_q.to(q_THD.dtype), grad_k.to(k_THD.dtype), grad_v.to(v_THD.dtype), None
+        return grad_q.to(q_THD.dtype), grad_k.to(k_THD.dtype), grad_v.to(v_THD.dtype), None, None
 
 
 def _backward_group(
@@ -288,19 +356,26 @@ def _backward_group(
     group.put_keys(grad_v, dv.view(n, num_kv_heads, group.keys, dim).transpose(1, 2))
 
 
-def varlen_attention(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, sequences: PackedSequences | Tensor) -> Tensor:
+def varlen_attention(
+    q_THD: Tensor,
+    k_THD: Tensor,
+    v_THD: Tensor,
+    sequences: PackedSequences | Tensor,
+    contract: str = ATTENTION_CONTRACTS[0],
+) -> Tensor:
     """Causal attention over packed sequences, differentiable; equal bits to `paged_attention` on the same rows.
 
     Args:
         q_THD: [T, heads, head_dim]; k_THD, v_THD: [T, kv heads, head_dim]; operand dtype, rotated.
         sequences: `PackedSequences`, or its cu_seqlens [S + 1] (int64). Pass the object to share the plan over layers.
+        contract: which attention contract.
 
     Returns:
         [T, heads, head_dim]; rows beyond cu_seqlens[-1] are zero.
     """
     _check_heads(q_THD, k_THD.shape[1])
     packed = sequences if isinstance(sequences, PackedSequences) else PackedSequences(sequences)
-    return _VarlenAttention.apply(q_THD, k_THD, v_THD, packed)
+    return _VarlenAttention.apply(q_THD, k_THD, v_THD, packed, contract)
 
 
 def attention_reference(q_HD: Tensor, k_KHD: Tensor, v_KHD: Tensor) -> Tensor:

@@ -5,14 +5,17 @@ An operation may be scheduled in any way that keeps its *order of rounding*. The
 `COLUMN_FLOOR`, `ALIGNMENT_BYTES`: BLAS picks other kernels for few rows, odd column counts and unaligned operands).
 `probe.py` checks on the running device that the schedules in use obey the order.
 
-Dtypes: a contract model has one operand dtype, float32 or bfloat16. Products are formed from operands of that dtype,
-accumulated in float32, and rounded once to it at the end of each operation.
+Dtypes: a contract model has one operand dtype, float32 or bfloat16 (on a GPU bfloat16 only). Products are formed from
+operands of that dtype, accumulated in float32, and rounded once to it at the end of each operation.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,40 +26,93 @@ KEY_BLOCK = 64
 CHUNK_KEYS = 512
 """Keys per chunk. A chunk has its own (max, sum, acc); chunks are merged in ascending order."""
 VOCAB_TILE = 4096
-"""Vocabulary columns per log-sum-exp tile; tiles are merged in ascending order."""
+"""Vocabulary columns per log-sum-exp tile on a CPU, merged in ascending order. A GPU has `gpu/vocabulary_tile.TILE`."""
 ROW_FLOOR = 8
-"""Rows of every GEMM are padded to a multiple of this."""
+"""Rows of every GEMM on a CPU are padded to a multiple of this."""
 COLUMN_FLOOR = 64
-"""Output columns of every GEMM are padded to a multiple of this."""
+"""Output columns of every GEMM on a CPU are padded to a multiple of this."""
 ALIGNMENT_BYTES = 64
-"""GEMM operands start at a multiple of this; others are copied first."""
+"""GEMM operands on a CPU start at a multiple of this; others are copied first."""
 
 OPERAND_DTYPES = (torch.float32, torch.bfloat16)
 
-_DEVICE_SCHEDULES = {"cpu": "cpu-e"}  # device type -> name; the suffix is the base of the attention exponent
+# device type -> (name, whose suffix is the base of the attention exponent; operand dtypes)
+_DEVICE_SCHEDULES = {"cpu": ("cpu-e", OPERAND_DTYPES), "cuda": ("cuda-2", (torch.bfloat16,))}
+_MINIMUM_CAPABILITY = (8, 0)  # bfloat16 matrix units
 
 
 class ContractError(ValueError):
     """Input or device that the contract cannot serve exactly. The message names the operation and the remedy."""
 
 
-def contract_id(device: torch.device | str, dtype: torch.dtype) -> str:
+def contract_id(device: torch.device | str, dtype: torch.dtype, attention: str = f"chunk{KEY_BLOCK}") -> str:
     """Name of everything that decides bits, for manifests: equal ids on both sides are necessary for equal bits.
 
-    Returns e.g. ``chunk64/cpu-e/bfloat16/1``. Raises `ContractError` for a device or dtype without a contract.
+    `attention`: the attention contract in use (`attention.resolve_attention`). Returns e.g.
+    ``chunk64/cpu-e/bfloat16/1``; on a GPU its architecture stands in the device's part (``cuda-2-sm90``). Raises
+    `ContractError` for a device or dtype without a contract.
     """
     device = torch.device(device)
-    schedule = _DEVICE_SCHEDULES.get(device.type)
-    if schedule is None:
+    if device.type not in _DEVICE_SCHEDULES:
         raise ContractError(
             f"numerics contract: no schedules for device type {device.type!r} (have: {', '.join(_DEVICE_SCHEDULES)}); "
-            "use device='cpu', or numerics='stock' on this device"
+            "use one of these, or numerics='stock' on this device"
         )
-    if dtype not in OPERAND_DTYPES:
+    schedule, dtypes = _DEVICE_SCHEDULES[device.type]
+    if dtype not in dtypes:
         raise ContractError(
-            f"numerics contract: dtype {dtype} is not covered on {device.type}; use torch.bfloat16 or torch.float32"
+            f"numerics contract: dtype {dtype} is not covered on {device.type}; use {' or '.join(map(str, dtypes))}"
         )
-    return f"chunk{KEY_BLOCK}/{schedule}/{str(dtype).removeprefix('torch.')}/{CONTRACT_VERSION}"
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ContractError("numerics contract: device 'cuda' was asked for, but this process sees no GPU")
+        capability = torch.cuda.get_device_capability(device)
+        if capability < _MINIMUM_CAPABILITY:
+            raise ContractError(
+                f"numerics contract: this GPU has compute capability {capability[0]}.{capability[1]}, its bfloat16 "
+                "schedules need 8.0 (Ampere) or newer; use numerics='stock' on it"
+            )
+        schedule += f"-sm{capability[0]}{capability[1]}"
+    return f"{attention}/{schedule}/{str(dtype).removeprefix('torch.')}/{CONTRACT_VERSION}"
+
+
+_interpreted = False
+
+
+@contextlib.contextmanager
+def interpreted_schedules() -> Iterator[None]:
+    """Let CPU tensors take the GPU schedules, for tests under Triton's interpreter (TRITON_INTERPRET=1).
+
+    Their logic and their wiring then run where there is no GPU; bits are those of the interpreter.
+    """
+    global _interpreted
+    before, _interpreted = _interpreted, True
+    try:
+        yield
+    finally:
+        _interpreted = before
+
+
+def on_gpu(x: Tensor | torch.device) -> bool:
+    """Whether a tensor (or all tensors of a device) take the GPU schedules."""
+    kind = x.type if isinstance(x, torch.device) else x.device.type
+    return kind == "cuda" or _interpreted
+
+
+@functools.cache
+def kernels(op: str) -> Any:
+    """The GPU schedules of an operation, `verl_tim.numerics.gpu.<op>`; imported when a GPU tensor first needs them.
+
+    Raises `ContractError` where Triton is missing.
+    """
+    try:
+        return importlib.import_module(f"verl_tim.numerics.gpu.{op}")
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] != "triton":
+            raise
+        raise ContractError(
+            f"numerics contract: the GPU schedules of {op} need Triton; install the triton that belongs to this torch"
+        ) from error
 
 
 def ceil_to(value: int, multiple: int) -> int:
@@ -85,7 +141,7 @@ def check_process(device: torch.device | str) -> None:
     products by another kernel, or flushes denormals to zero.
     """
     if torch.device(device).type != "cpu":
-        return
+        return  # the GPU schedules set what they depend on around their own calls
     precision = torch.backends.mkldnn.matmul.fp32_precision  # type: ignore[attr-defined]
     if precision not in ("none", "ieee"):
         raise ContractError(

@@ -3,6 +3,7 @@
 Rule: logits = hidden W^T with float32 accumulation and no rounding to the operand dtype; z = logits / temperature in
 float32; log-sum-exp over vocabulary tiles of `VOCAB_TILE` columns, each with its own maximum and sum, merged in
 ascending order; log-prob = (z[token] - max) - log(sum). Padding columns are -inf and contribute exact zeros.
+On a GPU the tile is `gpu/head.py`'s, sums inside it are pairwise, and logits never leave the kernel.
 Free: rows per call. The trainer works in row chunks and recomputes them in backward, so that no [tokens, vocab] tensor
 outlives a chunk.
 """
@@ -21,6 +22,8 @@ from verl_tim.numerics.contract import (
     ContractError,
     ceil_to,
     exact_region,
+    kernels,
+    on_gpu,
     operand,
     pad_dim0,
 )
@@ -37,9 +40,14 @@ class LogSumExp(NamedTuple):
 
 
 def head_logits(hidden_TD: Tensor, weight_VD: Tensor) -> Tensor:
-    """float32 logits [T, P], P = vocabulary padded to `COLUMN_FLOOR` with -inf. Operands in one dtype; no autograd."""
+    """float32 logits [T, P], P = vocabulary padded to `COLUMN_FLOOR` with -inf (on a GPU not padded). No autograd.
+
+    Raises `ContractError` when the operand dtypes differ.
+    """
     if hidden_TD.dtype != weight_VD.dtype:
         raise ContractError(f"head: hidden is {hidden_TD.dtype} but the weight is {weight_VD.dtype}")
+    if on_gpu(hidden_TD):
+        return kernels("gemm").gemm(hidden_TD, weight_VD, out_dtype=torch.float32)
     padded = operand(pad_dim0(weight_VD, COLUMN_FLOOR))
     return mask_padding(matmul_rows(operand(hidden_TD), padded), weight_VD.shape[0])
 
@@ -108,7 +116,7 @@ def log_probs_from(z_TP: Tensor, token_T: Tensor, lse: LogSumExp) -> Tensor:
 def log_probs_of(
     logits_TV: Tensor, token_T: Tensor, temperature_T: Tensor, *, vocab_size: int | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probs of given tokens from logits as `head_logits` returns them.
+    """Log-probs of given tokens from logits as `head_logits` returns them, by the CPU's rule on any device.
 
     Args:
         logits_TV: float32 [T, P].
@@ -131,7 +139,19 @@ def _chunk_rows(vocab_size: int) -> int:
 
 class _TokenLogProbs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden_TD, weight_VD, target_T, temperature_T, with_entropy):
+    def forward(ctx, hidden_TD, weight_VD, target_T, temperature_T, with_entropy, top1_out_T):
+        if on_gpu(hidden_TD):
+            scored = kernels("head").token_log_probs(
+                hidden_TD, weight_VD, target_T, temperature_T, with_entropy=with_entropy,
+                with_top1=top1_out_T is not None,
+            )  # fmt: skip
+            if top1_out_T is not None:
+                top1_out_T.copy_(scored.top1_T)
+            ctx.save_for_backward(
+                hidden_TD, weight_VD, target_T, temperature_T, scored.max_T, scored.log_sum_T, scored.entropy_T
+            )
+            ctx.set_materialize_grads(False)
+            return scored.log_prob_T, scored.entropy_T
         vocab = weight_VD.shape[0]
         log_probs = torch.empty(hidden_TD.shape[0], device=hidden_TD.device)
         maximum, log_sum = torch.empty_like(log_probs), torch.empty_like(log_probs)
@@ -148,6 +168,8 @@ class _TokenLogProbs(torch.autograd.Function):
                 maximum[rows], log_sum[rows] = lse
                 if entropy is not None:
                     entropy[rows] = _entropy(z, lse, vocab)
+                if top1_out_T is not None:
+                    top1_out_T[rows] = logits.argmax(-1)
         ctx.save_for_backward(hidden_TD, weight_VD, target_T, temperature_T, maximum, log_sum, entropy)
         ctx.set_materialize_grads(False)
         return log_probs, entropy
@@ -156,7 +178,13 @@ class _TokenLogProbs(torch.autograd.Function):
     def backward(ctx, grad_log_prob_T, grad_entropy_T):
         hidden_TD, weight_VD, target_T, temperature_T, maximum, log_sum, entropy = ctx.saved_tensors
         if grad_log_prob_T is None and grad_entropy_T is None:
-            return None, None, None, None, None
+            return None, None, None, None, None, None
+        if on_gpu(hidden_TD):
+            grad_hidden, grad_weight = kernels("head_backward").head_backward(
+                hidden_TD, weight_VD, target_T, temperature_T, maximum, log_sum, entropy, grad_log_prob_T,
+                grad_entropy_T, hidden_grad=ctx.needs_input_grad[0], weight_grad=ctx.needs_input_grad[1],
+            )  # fmt: skip
+            return grad_hidden, grad_weight, None, None, None, None
         vocab = weight_VD.shape[0]
         divisor = torch.where(temperature_T == 0.0, 1.0, temperature_T)
         with exact_region(hidden_TD.device.type):
@@ -182,7 +210,8 @@ class _TokenLogProbs(torch.autograd.Function):
                     grad_hidden[rows] = (grad_logits @ weight).to(hidden_TD.dtype)
                 if grad_weight is not None:
                     grad_weight += grad_logits.t() @ hidden
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight_VD.dtype), None, None, None
+        grad_weight = None if grad_weight is None else grad_weight.to(weight_VD.dtype)
+        return grad_hidden, grad_weight, None, None, None, None
 
 
 def as_temperature(temperature: float | Tensor, rows: int, device: torch.device) -> Tensor:
@@ -205,6 +234,7 @@ def token_log_probs(
     temperature: float | Tensor,
     *,
     with_entropy: bool = False,
+    top1_out_T: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs (and entropy) of target tokens, differentiable in hidden and weight, without a [T, V] tensor kept.
 
@@ -214,9 +244,11 @@ def token_log_probs(
         target_T: int64 [T].
         temperature: a float, or float32 [T] (or [1]); 0 means scored at temperature 1.
         with_entropy: also return the entropy (nats) of the scaled distribution.
+        top1_out_T: int64 [T], filled with the id of each row's likeliest token, as the sampler reports it.
 
     Returns:
-        (log_probs float32 [T], entropy float32 [T] or None). Same bits as `log_probs_of(head_logits(...))`.
+        (log_probs float32 [T], entropy float32 [T] or None). Same bits as `sampling.draw`; on a CPU also as
+        `log_probs_of(head_logits(...))`.
     """
     if hidden_TD.dtype != weight_VD.dtype:
         raise ContractError(f"head: hidden is {hidden_TD.dtype} but the weight is {weight_VD.dtype}")
@@ -226,7 +258,7 @@ def token_log_probs(
             f"head: {hidden_TD.shape[0]} rows, {tuple(target_T.shape)} targets and {tuple(temperature_T.shape)} "
             "temperatures must agree"
         )
-    return _TokenLogProbs.apply(hidden_TD, weight_VD, target_T, temperature_T, with_entropy)
+    return _TokenLogProbs.apply(hidden_TD, weight_VD, target_T, temperature_T, with_entropy, top1_out_T)
 
 
 def log_probs_reference(hidden_TD: Tensor, weight_VD: Tensor, target_T: Tensor, temperature_T: Tensor) -> Tensor:

@@ -4,10 +4,11 @@ Rule: operands in the model dtype, one float32 accumulation in ascending K witho
 one rounding at the end (to the operand dtype, or none where float32 is wanted).
 Free: the number of rows, fusing weights that share an input, which side pads.
 
+GPU schedules: `gpu/gemm.py`.
 CPU schedule: both operands up-cast to float32, rows padded to `ROW_FLOOR`, outputs padded to `COLUMN_FLOOR`, MKL GEMM;
 in blocks of `ROW_FLOOR` rows where the probe finds that the machine needs it (`use_row_blocks`).
-`PreparedLinear` holds the up-cast, padded weight for inference, so that nothing is converted in a step; it is the only
-copy of that weight, so it cannot go stale.
+`PreparedLinear` holds the weight for inference in the layout of the device's schedule, so that nothing is converted in
+a step; it is the only copy of that weight, so it cannot go stale.
 """
 
 from __future__ import annotations
@@ -17,7 +18,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from verl_tim.numerics.contract import COLUMN_FLOOR, ROW_FLOOR, ContractError, ceil_to, exact_region, operand, pad_dim0
+from verl_tim.numerics.contract import (
+    COLUMN_FLOOR,
+    ROW_FLOOR,
+    ContractError,
+    ceil_to,
+    exact_region,
+    kernels,
+    on_gpu,
+    operand,
+    pad_dim0,
+)
 
 # Whether rows go through the GEMM in blocks of exactly `ROW_FLOOR`; see `use_row_blocks`.
 _row_blocks = False
@@ -59,6 +70,8 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x_TK, weight_NK)
         ctx.bias_dtype = None if bias_N is None else bias_N.dtype
         with exact_region(x_TK.device.type):
+            if on_gpu(x_TK):
+                return kernels("gemm").gemm(x_TK, weight_NK, bias_N=bias_N, out_dtype=out_dtype)
             y = matmul_rows(operand(x_TK), operand(pad_dim0(weight_NK, COLUMN_FLOOR)))[:, : weight_NK.shape[0]]
             if bias_N is not None:
                 y = y + bias_N.to(torch.float32)
@@ -68,6 +81,13 @@ class _Linear(torch.autograd.Function):
     def backward(ctx, grad_TN: Tensor):
         x_TK, weight_NK = ctx.saved_tensors
         with exact_region(grad_TN.device.type):
+            if on_gpu(grad_TN):
+                # The library's own choice: only the forward is bound. Its split-K reductions are ordered.
+                g = grad_TN.to(x_TK.dtype)
+                grad_x = g @ weight_NK if ctx.needs_input_grad[0] else None
+                grad_w = g.t() @ x_TK if ctx.needs_input_grad[1] else None
+                grad_b = g.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
+                return grad_x, grad_w, grad_b, None
             g = grad_TN.to(torch.float32)
             grad_x = (g @ weight_NK.to(torch.float32)).to(x_TK.dtype) if ctx.needs_input_grad[0] else None
             grad_w = (g.t() @ x_TK.to(torch.float32)).to(weight_NK.dtype) if ctx.needs_input_grad[1] else None
@@ -97,7 +117,9 @@ def linear(
 
 
 class PreparedLinear:
-    """Weights that share an input, in the layout of the CPU schedule: one float32 [P, K] buffer, P padded.
+    """Weights that share an input, in one buffer of the device's schedule.
+
+    On a CPU float32 [P, K], P padded to `COLUMN_FLOOR`; on a GPU [N, K] in the operand dtype.
 
     Args:
         parts: output sizes of the fused weights, in order.
@@ -113,7 +135,10 @@ class PreparedLinear:
         self.out_features = sum(self.parts)
         self.in_features = in_features
         self.dtype = dtype
-        self.weight_PK = torch.zeros(ceil_to(self.out_features, COLUMN_FLOOR), in_features, device=device)
+        rows, kept_dtype = self.out_features, dtype
+        if not on_gpu(device):
+            rows, kept_dtype = ceil_to(rows, COLUMN_FLOOR), torch.float32
+        self.weight_PK = torch.zeros(rows, in_features, device=device, dtype=kept_dtype)
         self.bias_N = torch.zeros(self.out_features, device=device) if bias else None
 
     def _rows(self, part: int) -> slice:
@@ -121,7 +146,7 @@ class PreparedLinear:
         return slice(start, start + self.parts[part])
 
     def weight_view(self, part: int) -> Tensor:
-        """The float32 rows of one part. Writers round to the operand dtype first, as FSDP2's mixed precision does."""
+        """The rows of one part. Writers round to the operand dtype first, as FSDP2's mixed precision does."""
         return self.weight_PK[self._rows(part)]
 
     def bias_view(self, part: int) -> Tensor:
@@ -133,14 +158,17 @@ class PreparedLinear:
     def nbytes(self) -> int:
         return self.weight_PK.nbytes + (0 if self.bias_N is None else self.bias_N.nbytes)
 
-    def __call__(self, x_TK: Tensor) -> Tensor:
-        """[T, K] in the operand dtype -> [T, out_features] in it. Same bits as `linear` on each part."""
+    def __call__(self, x_TK: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+        """[T, K] in the operand dtype -> [T, out_features] in it, or in `out_dtype`. Same bits as `linear` per part."""
+        out_dtype = out_dtype or self.dtype
+        if on_gpu(x_TK):
+            return kernels("gemm").gemm(x_TK, self.weight_PK, bias_N=self.bias_N, out_dtype=out_dtype)
         y = matmul_rows(x_TK.to(torch.float32), self.weight_PK)
         if y.shape[1] != self.out_features:
             y = y[:, : self.out_features]
         if self.bias_N is not None:
             y = y + self.bias_N
-        return y.to(self.dtype)
+        return y.to(out_dtype)
 
 
 def linear_reference(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:

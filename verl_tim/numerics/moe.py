@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from verl_tim.numerics.activation import swiglu_backward, swiglu_inference
-from verl_tim.numerics.contract import COLUMN_FLOOR, ContractError, exact_region, pad_dim0
+from verl_tim.numerics.contract import COLUMN_FLOOR, ContractError, exact_region, kernels, on_gpu, pad_dim0
 from verl_tim.numerics.grouped_linear import Dispatch, dispatch, grouped_matmul, grouped_weight_grad
 from verl_tim.numerics.linear import linear, linear_reference, matmul_rows
 
 
 class Routes(NamedTuple):
-    """expert_TK int64 and weight_TK float32, slot 0 the most probable expert."""
+    """expert_TK int64 (on a GPU int32) and weight_TK float32, slot 0 the most probable expert."""
 
     expert_TK: Tensor
     weight_TK: Tensor
@@ -38,8 +38,28 @@ def route_logits(logits_TE: Tensor, top_k: int, normalise: bool) -> Routes:
     return Routes(expert[:, :top_k].contiguous(), weight.contiguous())
 
 
+class _Router(torch.autograd.Function):
+    """The GPU form; a CPU's is autograd's own."""
+
+    @staticmethod
+    def forward(ctx, x_TD, weight_ED, top_k, normalise):
+        expert_TK, weight_TK = kernels("moe").router(x_TD, weight_ED, top_k, normalise)
+        ctx.save_for_backward(x_TD, weight_ED, expert_TK)
+        ctx.normalise = normalise
+        ctx.mark_non_differentiable(expert_TK)
+        return expert_TK, weight_TK
+
+    @staticmethod
+    def backward(ctx, _grad_expert, grad_weight_TK):
+        x_TD, weight_ED, expert_TK = ctx.saved_tensors
+        return *kernels("moe").router_backward(grad_weight_TK, x_TD, weight_ED, expert_TK, ctx.normalise), None, None
+
+
 def router(x_TD: Tensor, weight_ED: Tensor, top_k: int, normalise: bool) -> Routes:
     """Differentiable contract router: x [T, D] and weight [E, D] in the operand dtype."""
+    if on_gpu(x_TD):
+        with exact_region(x_TD.device.type):
+            return Routes(*_Router.apply(x_TD, weight_ED, top_k, normalise))
     return route_logits(linear(x_TD, weight_ED, out_dtype=torch.float32), top_k, normalise)
 
 
@@ -64,16 +84,31 @@ def combine(y_RD: Tensor, plan: Dispatch, weight_TK: Tensor, dtype: torch.dtype)
     return total.to(dtype)
 
 
+def router_inference(x_TD: Tensor, router_PD: Tensor, num_experts: int, top_k: int, normalise: bool) -> Routes:
+    """`router` on a weight prepared as by `PreparedLinear`, without autograd."""
+    if on_gpu(x_TD):
+        return Routes(*kernels("moe").router(x_TD, router_PD, top_k, normalise))
+    return route_logits(matmul_rows(x_TD.to(torch.float32), router_PD)[:, :num_experts], top_k, normalise)
+
+
+def experts_inference(
+    x_TD: Tensor, routes: Routes, gate_up_EPD: Tensor, down_EPI: Tensor, inner: int
+) -> Tensor:  # fmt: skip
+    """`experts` on weights prepared as by `PreparedLinear`, without autograd."""
+    if on_gpu(x_TD):
+        return kernels("moe").experts(x_TD, routes.expert_TK, routes.weight_TK, gate_up_EPD, down_EPI)
+    plan = dispatch(routes.expert_TK, gate_up_EPD.shape[0])
+    _, _, y = _experts_forward(x_TD, plan, gate_up_EPD, down_EPI, inner, x_TD.dtype)
+    return combine(y, plan, routes.weight_TK, x_TD.dtype)
+
+
 def moe_inference(
     x_TD: Tensor, router_PD: Tensor, num_experts: int, gate_up_EPD: Tensor, down_EPI: Tensor, inner: int, top_k: int,
-    normalise: bool,
+    normalise: bool, chosen: list[Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
-    """Whole block on prepared (float32, padded) weights, without autograd. x in the operand dtype."""
-    x = x_TD.to(torch.float32)
-    routes = route_logits(matmul_rows(x, router_PD)[:, :num_experts], top_k, normalise)
-    plan = dispatch(routes.expert_TK, num_experts)
-    _, _, y = _experts_forward(x, plan, gate_up_EPD, down_EPI, inner, x_TD.dtype)
-    return combine(y, plan, routes.weight_TK, x_TD.dtype)
+    """Whole block on weights prepared as by `PreparedLinear`, without autograd. x in the operand dtype."""
+    routes = router_inference(x_TD, router_PD, num_experts, top_k, normalise)
+    return experts_inference(x_TD, routes, gate_up_EPD, down_EPI, inner)
 
 
 def _pad_columns(weight_ENK: Tensor) -> Tensor:
@@ -88,6 +123,8 @@ class _Experts(torch.autograd.Function):
     def forward(ctx, x_TD, expert_TK, weight_TK, gate_up_EJD, down_EDI):
         ctx.save_for_backward(x_TD, expert_TK, weight_TK, gate_up_EJD, down_EDI)
         with exact_region(x_TD.device.type):
+            if on_gpu(x_TD):
+                return kernels("moe").experts(x_TD, expert_TK, weight_TK, gate_up_EJD, down_EDI)
             plan = dispatch(expert_TK, gate_up_EJD.shape[0])
             _, _, y = _experts_forward(
                 x_TD, plan, _pad_columns(gate_up_EJD), _pad_columns(down_EDI), down_EDI.shape[2], x_TD.dtype
@@ -99,6 +136,11 @@ class _Experts(torch.autograd.Function):
         x_TD, expert_TK, weight_TK, gate_up_EJD, down_EDI = ctx.saved_tensors
         inner, dtype = down_EDI.shape[2], x_TD.dtype
         with exact_region(grad_TD.device.type):
+            if on_gpu(grad_TD):
+                grad_x, grad_weight, grad_gate_up_w, grad_down_w = kernels("moe").experts_backward(
+                    grad_TD.contiguous(), x_TD, expert_TK, weight_TK, gate_up_EJD, down_EDI
+                )
+                return grad_x, None, grad_weight, grad_gate_up_w, grad_down_w
             plan = dispatch(expert_TK, gate_up_EJD.shape[0])
             gate_up, down = gate_up_EJD.to(torch.float32), down_EDI.to(torch.float32)
             gate, up, y = _experts_forward(x_TD, plan, _pad_columns(gate_up), _pad_columns(down), inner, dtype)

@@ -10,11 +10,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from verl_tim.numerics.contract import KEY_BLOCK, ContractError, ceil_to
+from verl_tim.numerics.contract import KEY_BLOCK, ContractError, ceil_to, on_gpu
 
 _WORTH_SPLITTING = 128  # query-blocks of padding that cost about as much as one more group of calls
 _GROUP_KEYS = 1 << 13  # keys gathered per group: its float32 keys and values stay in the cache
@@ -170,10 +171,37 @@ def group_sequences(
 
 
 @dataclass
+class GpuLayout:
+    """What GPU schedules read of a batch: int32 tensors on the device, and the same lengths on the host."""
+
+    query_start_S1: Tensor
+    context_len_S: Tensor
+    block_table_SM: Tensor
+    query_lens: list[int] | None  # None: known on the device only
+    context_lens: list[int] | None
+    plan: Any = None  # that of a GPU schedule, made by it
+
+
+@dataclass(frozen=True)
+class StagedLayout:
+    """A batch's tensors that the caller already copied to the device: query_start, context_len and block_table int32,
+    slot and position int64."""
+
+    query_start_S1: Tensor
+    context_len_S: Tensor
+    block_table_SM: Tensor
+    slot_T: Tensor
+    position_T: Tensor
+
+
+@dataclass
 class PagedBatch:
     """A step's rows and where their keys and values live. Built once a step; the plan is cached for all layers.
 
-    Fields (all int64, one device): query_start_S1 [S + 1] offsets into the token rows, rows beyond query_start[-1] are
+    Made from CPU tensors, since the step is planned on the host; they are then moved to `device`, once, unless `staged`
+    holds them.
+
+    Fields (all int64): query_start_S1 [S + 1] offsets into the token rows, rows beyond query_start[-1] are
     inert padding; context_len_S [S] keys visible after this step (cached + new); block_table_SM [S, M] page ids, padded
     with 0, the null page; slot_T [T] page * page_size + offset of each row's key and value (padding rows: a slot of
     page 0); position_T [T] absolute positions.
@@ -186,11 +214,17 @@ class PagedBatch:
     block_table_SM: Tensor
     slot_T: Tensor
     position_T: Tensor
+    device: torch.device = field(default=torch.device("cpu"))
+    staged: StagedLayout | None = None
     num_rows: int = field(init=False)
+    max_query: int = field(init=False)
     max_context: int = field(init=False)
+    gpu: GpuLayout | None = field(init=False, default=None)
     _groups: dict[int, list[SequenceGroup]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
+        if self.query_start_S1.device.type != "cpu":
+            raise ContractError("paged batch: give CPU tensors and device=, so that planning waits for no device")
         bounds, contexts = self.query_start_S1.tolist(), self.context_len_S.tolist()
         self._starts = bounds[:-1]
         self._query_lens = [b - a for a, b in itertools.pairwise(bounds)]
@@ -212,7 +246,27 @@ class PagedBatch:
                 f"the same rows, at least {bounds[-1]}"
             )
         self.num_rows = bounds[-1]
+        self.max_query = max(self._query_lens)
         self.max_context = max(contexts)
+        if on_gpu(self.device):
+            self._move()
+
+    def _move(self) -> None:
+        if self.staged is not None:
+            there = self.staged
+            self.gpu = GpuLayout(
+                there.query_start_S1, there.context_len_S, there.block_table_SM, self._query_lens, self._contexts
+            )
+            self.slot_T, self.position_T = there.slot_T, there.position_T
+            return
+        self.gpu = GpuLayout(
+            self.query_start_S1.to(self.device, torch.int32),
+            self.context_len_S.to(self.device, torch.int32),
+            self.block_table_SM.to(self.device, torch.int32),
+            self._query_lens,
+            self._contexts,
+        )
+        self.slot_T, self.position_T = self.slot_T.to(self.device), self.position_T.to(self.device)
 
     def groups(self, page_size: int) -> list[SequenceGroup]:
         """The dense problems of this step for a cache of `page_size`."""
@@ -226,7 +280,61 @@ class PagedBatch:
                 self._starts,
                 self._query_lens,
                 self._contexts,
-                device=self.query_start_S1.device,
-                pages=(self.block_table_SM, page_size),
+                device=self.device,
+                pages=(self.block_table_SM.to(self.device), page_size),
             )
         return self._groups[page_size]
+
+
+class DecodeBatch:
+    """A step of one row per sequence whose layout only the device knows, for a forward that a CUDA graph replays.
+
+    Stands where a `PagedBatch` does. Rows and sequences are the same thing; padding is by sequences of one key in the
+    null page, which are inert. Nothing here reads a value back.
+
+    Args:
+        position_T: int64 [T], absolute position of each row.
+        slot_T: int64 [T], page * page_size + offset of each row's key and value.
+        context_len_T: int32 [T], keys visible: position + 1.
+        block_table_TM: int32 [T, M]; behind a sequence's pages any page number.
+        query_start_T1: int32 [T + 1], 0..T.
+        page_size: tokens per page.
+        max_context: upper bound on the contexts, on the host.
+    """
+
+    max_query = 1
+
+    def __init__(
+        self,
+        *,
+        position_T: Tensor,
+        slot_T: Tensor,
+        context_len_T: Tensor,
+        block_table_TM: Tensor,
+        query_start_T1: Tensor,
+        page_size: int,
+        max_context: int,
+    ) -> None:
+        rows = position_T.shape[0]
+        if block_table_TM.shape[0] != rows or block_table_TM.shape[1] * page_size < max_context:
+            raise ContractError(
+                f"decode batch: block_table {tuple(block_table_TM.shape)} with pages of {page_size} does not cover "
+                f"{rows} rows of up to {max_context} keys"
+            )
+        self.num_rows, self.max_context = rows, max_context
+        self.position_T, self.slot_T = position_T, slot_T
+        self.gpu = GpuLayout(query_start_T1, context_len_T, block_table_TM, None, None)
+        self._page_size = page_size
+
+    def groups(self, page_size: int) -> list[SequenceGroup]:
+        """The dense problems of the CPU schedule, which reads the lengths."""
+        if page_size != self._page_size:
+            raise ContractError(f"decode batch: made for pages of {self._page_size}, the cache has {page_size}")
+        contexts = self.gpu.context_len_S.tolist()
+        return group_sequences(
+            list(range(self.num_rows)),
+            [1] * self.num_rows,
+            contexts,
+            device=self.position_T.device,
+            pages=(self.gpu.block_table_SM.to(torch.int64), page_size),
+        )

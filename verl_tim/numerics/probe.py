@@ -18,7 +18,12 @@ import torch
 from torch import Tensor
 
 from verl_tim.numerics.activation import swiglu_inference
-from verl_tim.numerics.attention import attention_reference, paged_attention, varlen_attention
+from verl_tim.numerics.attention import (
+    ATTENTION_CONTRACTS,
+    attention_reference,
+    paged_attention,
+    varlen_attention,
+)
 from verl_tim.numerics.contract import (
     COLUMN_FLOOR,
     KEY_BLOCK,
@@ -27,6 +32,7 @@ from verl_tim.numerics.contract import (
     check_process,
     contract_id,
     exact_region,
+    kernels,
 )
 from verl_tim.numerics.grouped_linear import Dispatch, dispatch, grouped_matmul
 from verl_tim.numerics.head import head_logits, log_probs_of, token_log_probs
@@ -61,13 +67,15 @@ class ProbeShapes:
 @dataclass
 class ProbeReport:
     """contract: the contract id that held; threads: thread counts tried; comparisons: op -> how many; seconds: run
-    time; row_blocks: whether the machine needs `linear.use_row_blocks`, which is then on."""
+    time; row_blocks: whether the machine needs `linear.use_row_blocks`, which is then on; forbidden: schedules of a GPU
+    that were found not to hold and are not used in this process."""
 
     contract: str
     threads: tuple[int, ...]
     comparisons: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
     row_blocks: bool = False
+    forbidden: list[str] = field(default_factory=list)
 
 
 @contextmanager
@@ -92,7 +100,7 @@ class _Probe:
         self.report.comparisons[op] = self.report.comparisons.get(op, 0) + 1
         if not torch.isfinite(want).all() and op != "head":
             raise ContractError(f"probe: {op} gives non-finite values ({where}) on {self.device}")
-        differ = _bits(got) != _bits(want)
+        differ = bits_of(got) != bits_of(want)
         if bool(differ.any()):
             raise ContractError(
                 f"probe: {op} is not exact on this {self.device.type}: {int(differ.sum())} of {differ.numel()} values "
@@ -136,7 +144,7 @@ class _Probe:
             self.rowwise("rms_norm", run, self.random(_ROWS, width), (1, 3))
         for width in {self.shapes.intermediate_size, 37}:
             both = self.random(_ROWS, 2 * width)
-            self.rowwise("swiglu", _swiglu_of_halves, both, (1, 2, 3, 9))
+            self.rowwise("swiglu", swiglu_of_halves, both, (1, 2, 3, 9))
         half = self.shapes.head_dim // 2
         table = RopeTable([10000.0 ** (-i / half) for i in range(half)], 1.0, 4096, self.device)
         q = self.random(_ROWS, self.shapes.num_heads, self.shapes.head_dim)
@@ -220,14 +228,16 @@ class _Probe:
                 self.expect("grouped_linear", got, want, "batched against one expert at a time")
 
 
-def _swiglu_of_halves(x: Tensor) -> Tensor:
+def swiglu_of_halves(x: Tensor) -> Tensor:
+    """SwiGLU of a [T, 2 I] tensor: gate in the first half, up in the second."""
     gate, up = x.chunk(2, dim=-1)
     return swiglu_inference(gate, up)
 
 
-def _bits(x: Tensor) -> Tensor:
+def bits_of(x: Tensor) -> Tensor:
+    """The bit patterns, as integers of the same size."""
     x = x.contiguous()
-    return x.view({4: torch.int32, 2: torch.int16, 8: torch.int64}[x.element_size()])
+    return x.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
 
 
 def _sampling(rows: int, first_seed: int, device: torch.device) -> SamplingTensors:
@@ -267,11 +277,17 @@ def _pages(k: Tensor, v: Tensor, lengths: list[int], page_size: int) -> tuple[Te
 
 @torch.no_grad()
 def probe(
-    device: torch.device | str, dtype: torch.dtype, shapes: ProbeShapes, *, threads: tuple[int, ...] | None = None
+    device: torch.device | str,
+    dtype: torch.dtype,
+    shapes: ProbeShapes,
+    *,
+    threads: tuple[int, ...] | None = None,
+    attention: str = ATTENTION_CONTRACTS[0],
 ) -> ProbeReport:
     """Check every contract schedule on this device in this process, at the model's shapes.
 
-    `threads`: thread counts to try beside one; by default that of this process. Returns a `ProbeReport`. Raises
+    `threads`: thread counts to try beside one; by default that of this process. `attention`: the attention contract in
+    use (`resolve_attention`). Returns a `ProbeReport`. Raises
     `ContractError` naming the operation, the rows and the thread count of the first difference. Where one GEMM over
     all rows is not exact, it switches this process to `linear.use_row_blocks` and checks that; nothing else changes:
     the thread count is restored and no global random state is touched.
@@ -279,6 +295,8 @@ def probe(
     begin = time.perf_counter()
     device = torch.device(device)
     check_process(device)
+    if device.type == "cuda":
+        return _probe_gpu(device, dtype, shapes, attention)
     try:
         report = _run(device, dtype, shapes, threads)
     except ContractError as first:
@@ -295,9 +313,19 @@ def probe(
     return report
 
 
-def _run(
-    device: torch.device, dtype: torch.dtype, shapes: ProbeShapes, threads: tuple[int, ...] | None
-) -> ProbeReport:
+@functools.cache
+def _probe_gpu(device: torch.device, dtype: torch.dtype, shapes: ProbeShapes, attention: str) -> ProbeReport:
+    """Once per process: nothing that decides a GPU's schedules changes while it runs."""
+    begin = time.perf_counter()
+    report = ProbeReport(contract_id(device, dtype, attention), ())
+    with exact_region(device.type):
+        kernels("probe").GpuProbe(device, shapes, attention, report).run()
+    torch.cuda.synchronize(device)
+    report.seconds = time.perf_counter() - begin
+    return report
+
+
+def _run(device: torch.device, dtype: torch.dtype, shapes: ProbeShapes, threads: tuple[int, ...] | None) -> ProbeReport:
     counts = (torch.get_num_threads(),) if threads is None else threads
     report = ProbeReport(contract_id(device, dtype), tuple(sorted({1, *counts})), row_blocks=row_blocks())
     checks = _Probe(device, dtype, shapes, report)

@@ -3,6 +3,9 @@
 Rule: cos/sin in float32 from float32 inverse frequencies and integer positions, never from a module's buffer (a
 ``model.to(bfloat16)`` rounds buffers) and never cast; products and sum in float32, each rounded; one rounding to the
 operand dtype at the end.
+
+`qk_norm_rope` is what a layer does between its projections and attention: RMSNorm of each head of q and k where the
+model has it, then the rotation; the engine's form writes keys and values to the cache in the same call.
 """
 
 from __future__ import annotations
@@ -12,7 +15,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from verl_tim.numerics.contract import ContractError, ceil_to, exact_region
+from verl_tim.numerics.contract import ContractError, ceil_to, exact_region, kernels, on_gpu
+from verl_tim.numerics.norm import rms_norm, rms_norm_inference
 
 _GROWTH = 1024  # positions; a table grows in whole multiples, so that its SIMD body covers every element
 
@@ -81,11 +85,95 @@ class _Rope(torch.autograd.Function):
 
 def apply_rope(x_THD: Tensor, cos_TF: Tensor, sin_TF: Tensor) -> Tensor:
     """Rotate [T, heads, head_dim] in the operand dtype by float32 [T, head_dim / 2] tables. Differentiable in x."""
-    if cos_TF.dtype != torch.float32 or sin_TF.dtype != torch.float32:
-        raise ContractError(f"rope: cos/sin arrived as {cos_TF.dtype}; they must stay float32 (FSDP casts arguments)")
+    _check_tables(cos_TF, sin_TF)
     if torch.is_grad_enabled() and x_THD.requires_grad:
         return _Rope.apply(x_THD, cos_TF, sin_TF)
     return _rotate(x_THD, cos_TF, sin_TF)
+
+
+class _QKNormRope(torch.autograd.Function):
+    """The fused GPU form; a CPU composes the two ops."""
+
+    @staticmethod
+    def forward(ctx, q_THD, k_THD, q_weight_D, k_weight_D, eps, cos_TF, sin_TF):
+        ctx.save_for_backward(q_THD, k_THD, q_weight_D, k_weight_D, cos_TF, sin_TF)
+        ctx.eps = eps
+        return kernels("rope").qk_norm_rope(q_THD, k_THD, q_weight_D, k_weight_D, eps, cos_TF, sin_TF)
+
+    @staticmethod
+    def backward(ctx, grad_q_THD, grad_k_THD):
+        q_THD, k_THD, q_weight_D, k_weight_D, cos_TF, sin_TF = ctx.saved_tensors
+        grads = kernels("rope").qk_norm_rope_backward(
+            grad_q_THD, grad_k_THD, q_THD, k_THD, q_weight_D, k_weight_D, ctx.eps, cos_TF, sin_TF
+        )
+        return *grads, None, None, None
+
+
+def _check_tables(cos_TF: Tensor, sin_TF: Tensor) -> None:
+    if cos_TF.dtype != torch.float32 or sin_TF.dtype != torch.float32:
+        raise ContractError(f"rope: cos/sin arrived as {cos_TF.dtype}; they must stay float32 (FSDP casts arguments)")
+
+
+def qk_norm_rope(
+    q_THD: Tensor,
+    k_THD: Tensor,
+    norms: tuple[Tensor, Tensor] | None,
+    eps: float,
+    cos_TF: Tensor,
+    sin_TF: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Differentiable: q and k normalised per head and rotated.
+
+    Args:
+        q_THD, k_THD: [T, heads, head_dim] and [T, kv heads, head_dim] in the operand dtype.
+        norms: the weights of q_norm and k_norm, each [head_dim] in the operand dtype; None: the model has none.
+        cos_TF, sin_TF: float32 [T, head_dim / 2].
+    """
+    _check_tables(cos_TF, sin_TF)
+    if on_gpu(q_THD):
+        q_weight, k_weight = norms or (None, None)
+        return _QKNormRope.apply(q_THD, k_THD, q_weight, k_weight, eps, cos_TF, sin_TF)
+    if norms is not None:
+        q_THD, k_THD = rms_norm(q_THD, norms[0], eps), rms_norm(k_THD, norms[1], eps)
+    return apply_rope(q_THD, cos_TF, sin_TF), apply_rope(k_THD, cos_TF, sin_TF)
+
+
+def qk_norm_rope_write(
+    qkv_THD: Tensor,
+    num_heads: int,
+    norms_HD: Tensor | None,
+    eps: float,
+    cos_TF: Tensor,
+    sin_TF: Tensor,
+    k_pages_PSHD: Tensor,
+    v_pages_PSHD: Tensor,
+    slot_T: Tensor,
+) -> Tensor:
+    """The engine's form of `qk_norm_rope`: keys and values go to the cache, the rotated queries are returned.
+
+    Args:
+        qkv_THD: [T, heads + 2 kv heads, head_dim], queries first, then keys, then values.
+        norms_HD: q_norm's and k_norm's weights repeated per head, [heads + kv heads, head_dim]; None: none.
+        k_pages_PSHD, v_pages_PSHD: one layer's pages. slot_T: page * page_size + offset of each row.
+
+    Returns:
+        [T, heads, head_dim]. Same bits as `qk_norm_rope` on the parts.
+    """
+    num_kv_heads = k_pages_PSHD.shape[2]
+    qk_THD, v_THD = qkv_THD[:, :-num_kv_heads], qkv_THD[:, -num_kv_heads:]
+    if on_gpu(qkv_THD):
+        q_weight, k_weight = (None, None) if norms_HD is None else (norms_HD[0], norms_HD[num_heads])
+        q_THD, _ = kernels("rope").qk_norm_rope(
+            qk_THD[:, :num_heads], qk_THD[:, num_heads:], q_weight, k_weight, eps, cos_TF, sin_TF,
+            v_THD=v_THD, kv_write=(k_pages_PSHD, v_pages_PSHD, slot_T),
+        )  # fmt: skip
+        return q_THD
+    if norms_HD is not None:
+        qk_THD = rms_norm_inference(qk_THD, norms_HD, eps)
+    qk_THD = apply_rope(qk_THD, cos_TF, sin_TF)
+    k_pages_PSHD.flatten(0, 1).index_copy_(0, slot_T, qk_THD[:, num_heads:].to(k_pages_PSHD.dtype))
+    v_pages_PSHD.flatten(0, 1).index_copy_(0, slot_T, v_THD.to(v_pages_PSHD.dtype))
+    return qk_THD[:, :num_heads]
 
 
 def rope_reference(x_THD: Tensor, inverse_frequencies: Sequence[float], scaling: float, position_T: Tensor) -> Tensor:

@@ -12,14 +12,17 @@ lower id), top-p (the smallest set, most probable first, whose renormalised mass
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from verl_tim.numerics.contract import ContractError
-from verl_tim.numerics.head import LogSumExp, log_probs_from, log_sum_exp, scale_by_temperature
+from verl_tim.numerics.contract import ContractError, kernels, on_gpu
+from verl_tim.numerics.head import LogSumExp, log_probs_from, log_sum_exp, mask_padding, scale_by_temperature
+from verl_tim.numerics.linear import matmul_rows
 
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
@@ -37,6 +40,10 @@ class SamplingTensors:
     min_p_B: Tensor
     seed_B: Tensor
     position_B: Tensor
+
+    def rows(self, index_R: Tensor) -> SamplingTensors:
+        """The parameters of some rows, in the order of `index_R`."""
+        return SamplingTensors(*(getattr(self, field.name)[index_R] for field in dataclasses.fields(self)))
 
 
 @dataclass
@@ -132,6 +139,55 @@ def sample(logits_TV: Tensor, params: SamplingTensors) -> Sampled:
         noise = gumbel_noise(params.seed_B, params.position_B, z.shape[1])
         token_B = torch.where(greedy, top1_B, (choice + noise).argmax(-1))
     return Sampled(token_B, log_probs_from(z, token_B, lse), kept_mass_B, top1_B)
+
+
+def draw(
+    hidden_BD: Tensor, head_PD: Tensor, vocab_size: int, params: SamplingTensors, cut_R: Tensor | None = None
+) -> Sampled:
+    """Head and sampling in one: a token per row of hidden states [B, D].
+
+    `cut_R`: the rows that cut and are not greedy, int64 on the device, where the caller knows them; a GPU then need
+    not be asked, which would wait for it (and could not be captured in a CUDA graph).
+
+    `head_PD` is the head's weight in the layout of `PreparedLinear`. A row without usable logits does not stop the
+    others: it draws as if all were zero, and its log-prob is NaN. Same bits as `sample` on `head_logits`. Raises
+    `ContractError` for a parameter out of range.
+    """
+    if on_gpu(hidden_BD):
+        return _draw_on_gpu(hidden_BD, head_PD, params, cut_R)
+    logits_BP = mask_padding(matmul_rows(hidden_BD.to(torch.float32), head_PD), vocab_size)
+    broken_B = ~torch.isfinite(logits_BP.amax(dim=-1))
+    if not bool(broken_B.any()):
+        return sample(logits_BP, params)
+    drawn = sample(logits_BP.masked_fill(broken_B[:, None], 0.0), params)
+    drawn.log_prob_B = drawn.log_prob_B.masked_fill(broken_B, torch.nan)
+    return drawn
+
+
+def _draw_on_gpu(hidden_BD: Tensor, head_VD: Tensor, params: SamplingTensors, cut_R: Tensor | None) -> Sampled:
+    if cut_R is None:
+        cuts = (params.top_k_B >= 0) | (params.top_p_B < 1.0) | (params.min_p_B > 0.0)
+        cut_R = (cuts & (params.temperature_B != 0.0)).nonzero()[:, 0]
+    if cut_R.shape[0] == hidden_BD.shape[0]:
+        everywhere = _cut_on_gpu(hidden_BD, head_VD, params)
+        token_B, log_prob_B, kept_mass_B, top1_B = everywhere
+    else:
+        drawn = kernels("head").sample(hidden_BD, head_VD, params.temperature_B, params.seed_B, params.position_B)
+        token_B, log_prob_B, top1_B = drawn.token_T, drawn.log_prob_T, drawn.top1_T
+        kept_mass_B = torch.ones_like(log_prob_B)
+        if cut_R.shape[0]:
+            redrawn = _cut_on_gpu(hidden_BD[cut_R], head_VD, params.rows(cut_R))
+            token_B[cut_R], log_prob_B[cut_R] = redrawn.token_R, redrawn.log_prob_R
+            kept_mass_B[cut_R] = redrawn.kept_mass_R
+    usable_B = torch.isfinite(log_prob_B)
+    return Sampled(token_B * usable_B, log_prob_B.masked_fill(~usable_B, torch.nan), kept_mass_B, top1_B)
+
+
+def _cut_on_gpu(hidden_RD: Tensor, head_VD: Tensor, params: SamplingTensors) -> Any:
+    """`gpu.sampling.CutDraw` of rows that all cut."""
+    gpu = kernels("sampling")
+    cuts = gpu.Cuts(params.top_k_B, params.top_p_B, params.min_p_B)
+    return gpu.sample_with_cuts(hidden_RD, head_VD, params.temperature_B, cuts, params.seed_B, params.position_B)
 
 
 def sample_reference(logits_P: Tensor, params: SamplingTensors, row: int) -> int:

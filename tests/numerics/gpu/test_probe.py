@@ -1,0 +1,102 @@
+"""The probe of a GPU, in Triton's interpreter: operands are small integers, so that sums are exact in any order and
+only a planted error differs."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+from verl_tim.numerics.contract import ContractError, interpreted_schedules
+from verl_tim.numerics.gpu import few_rows, gemm, grouped_gemm, probe
+from verl_tim.numerics.probe import ProbeReport, ProbeShapes
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for Triton's interpreter")
+
+SHAPES = ProbeShapes(
+    linears=(((32, 16), 48),),
+    hidden_size=48,
+    vocab_size=64,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    widths=(48,),
+    intermediate_size=32,
+    moe=(6, 2, 16),
+)
+
+
+class IntegerProbe(probe.GpuProbe):
+    def random(self, *size):
+        return torch.randint(0, 2, size, generator=self.generator).bfloat16()
+
+
+@pytest.fixture(autouse=True)
+def few_and_unforbidden(monkeypatch):
+    monkeypatch.setattr(probe, "ROW_COUNTS", (1, 9, 17))
+    monkeypatch.setattr(probe, "EXPERT_ROW_COUNTS", (1, 8))
+    monkeypatch.setattr(probe, "_ROWS", 20)
+    monkeypatch.setattr(gemm, "_forbidden", set())
+    monkeypatch.setattr(gemm, "_chosen", {})
+    monkeypatch.setattr(grouped_gemm, "_forbidden", set())
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "planted")
+    with interpreted_schedules():
+        yield
+
+
+@pytest.fixture
+def checks():
+    return IntegerProbe(torch.device("cpu"), SHAPES, "chunk64", ProbeReport("chunk64", ()))
+
+
+def _wrong(*arguments, **options):
+    few_rows.run(*arguments, bm=16, bn=16, bk=16, swap=False, warps=4, stages=1)
+    arguments[3][-1, -1] += 1
+
+
+def test_linears_and_experts_that_hold(checks):
+    checks.linears()
+    checks.experts()
+    assert not checks.report.forbidden
+    assert set(checks.report.comparisons) == {"linear(48, 48)", "linear(64, 48)", "experts"}
+
+
+def test_a_linear_schedule_that_differs_is_dropped(checks, monkeypatch):
+    planted = gemm.Schedule("planted", _wrong)
+    monkeypatch.setattr(gemm, "_candidates", lambda *_: [planted, gemm.REFERENCE])
+    checks.linears()
+    assert checks.report.forbidden == ["linear(48, 48): planted"]
+    assert gemm.forbidden() == {"planted"}
+
+
+def test_a_schedule_that_cannot_take_the_operands_is_left_out(checks, monkeypatch):
+    planted = gemm.Schedule("planted", _wrong, lambda *_: False)
+    monkeypatch.setattr(gemm, "_candidates", lambda *_: [planted, gemm.REFERENCE])
+    checks.linears()
+    assert not checks.report.forbidden
+
+
+def test_an_expert_schedule_that_differs_is_dropped(checks, monkeypatch):
+    stream = grouped_gemm.stream
+
+    @functools.wraps(stream)
+    def wrong(x, weight, plan, **options):
+        out = stream(x, weight, plan, **options)
+        if plan.tiles.block == 32 and not options.get("swiglu"):
+            out[0, 0] = -1000.0
+        return out
+
+    monkeypatch.setattr(grouped_gemm, "stream", wrong)
+    checks.experts()
+    assert checks.report.forbidden == ["experts: stream32"]
+    assert "stream32" not in grouped_gemm.schedules()
+
+
+def test_without_another_schedule_the_device_is_refused(checks, monkeypatch):
+    monkeypatch.setattr(probe, "_experts_one_by_one", lambda x, *_: x + 1)
+    with pytest.raises(ContractError, match="every schedule is forbidden"):
+        checks.experts()
+    rowwise = iter([torch.zeros(4, 2), torch.ones(1, 2)])
+    with pytest.raises(ContractError, match=r"op is not exact .* 2 of 2 values differ \(rows 3\.\.3 alone"):
+        checks.rowwise("op", lambda x: next(rowwise), torch.zeros(4, 2), (1,))

@@ -1,0 +1,165 @@
+"""Causal grouped-query attention on a GPU, contract ``chunk64``: packed rows (trainer), paged keys (engine), gradients.
+
+The rule is that of `verl_tim.numerics.attention` with base 2 exponents; `attention_block` is its arithmetic. A row has
+the same bits from every function here, whatever the tiles, the batch, the page size and the cut of the chunks.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from verl_tim.numerics.contract import ContractError
+from verl_tim.numerics.gpu import attention_backward, attention_backward_hopper, attention_hopper, attention_prefill
+from verl_tim.numerics.gpu.attention_decode import decode, scratch_elements
+from verl_tim.numerics.gpu.attention_plan import STATE_SLOTS, PackedPlan, PagedPlan
+
+MAX_HEAD_DIM = 256
+
+
+def _check(q_THD: Tensor, k: Tensor, v: Tensor) -> None:
+    heads, dim = q_THD.shape[1:]
+    num_kv_heads = k.shape[-2]
+    if k.shape != v.shape or k.shape[-1] != dim:
+        raise ContractError(f"attention: q {tuple(q_THD.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} do not fit")
+    if heads % num_kv_heads:
+        raise ContractError(f"attention: {heads} query heads are not a multiple of {num_kv_heads} kv heads")
+    if dim % 16 or dim > MAX_HEAD_DIM:
+        raise ContractError(f"attention: head_dim {dim}; the contract covers multiples of 16 up to {MAX_HEAD_DIM}")
+    for name, x in (("q", q_THD), ("k", k), ("v", v)):
+        if x.dtype != torch.bfloat16:
+            raise ContractError(f"attention: {name} is {x.dtype}; the GPU contract covers torch.bfloat16 only")
+        if x.stride(-1) != 1:
+            raise ContractError(f"attention: the last dimension of {name} must be contiguous")
+
+
+def _prefill(
+    q_THD: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out_THD: Tensor,
+    lse_HT: Tensor | None,
+    plan: PackedPlan | PagedPlan,
+    block_table_SM: Tensor | None,
+) -> None:
+    """The fastest schedule that serves these tensors; all give the same bits."""
+    hopper = attention_hopper.supports(q_THD, k, v, paged=block_table_SM is not None)
+    rows = attention_hopper.ROWS if hopper else attention_prefill.prefill_config(q_THD.shape[2])["ROWS"]
+    tiles_N4 = plan.query_tiles(rows)
+    if tiles_N4 is None:
+        return
+    if hopper:
+        attention_hopper.prefill(q_THD, k, v, out_THD, lse_HT, tiles_N4, block_table_SM)
+    else:
+        attention_prefill.prefill(q_THD, k, v, out_THD, lse_HT, tiles_N4, block_table_SM)
+
+
+def varlen_forward(
+    q_THD: Tensor,
+    k_THD: Tensor,
+    v_THD: Tensor,
+    cu_seqlens_S1: Tensor,
+    max_seqlen: int,
+    *,
+    plan: PackedPlan | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of packed sequences.
+
+    Args:
+        q_THD: bfloat16 [T, heads, D]; k_THD, v_THD: [T, kv heads, D], rotated; rows and heads may be strided.
+            Rows of no sequence must be finite.
+        cu_seqlens_S1: int32 [S + 1]. max_seqlen: longest sequence (not needed by this schedule).
+        plan: of the same sequences; shared by all layers. Built on the device when absent.
+
+    Returns:
+        (out bfloat16 [T, heads, D], natural log-sum-exp float32 [heads, T]); zeros in rows beyond cu_seqlens[-1].
+    """
+    _check(q_THD, k_THD, v_THD)
+    rows, heads, _dim = q_THD.shape
+    if plan is None:
+        plan = PackedPlan(device=q_THD.device, cu_seqlens_S1=cu_seqlens_S1, num_rows=rows)
+    allocate = torch.empty if plan.num_rows == rows else torch.zeros
+    out = allocate(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
+    lse = allocate(heads, rows, dtype=torch.float32, device=q_THD.device)
+    _prefill(q_THD, k_THD, v_THD, out, lse, plan, None)
+    return out, lse
+
+
+def varlen_backward(
+    grad_THD: Tensor,
+    q_THD: Tensor,
+    k_THD: Tensor,
+    v_THD: Tensor,
+    out_THD: Tensor,
+    lse_HT: Tensor,
+    cu_seqlens_S1: Tensor,
+    max_seqlen: int,
+    *,
+    plan: PackedPlan | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients (dq, dk, dv) of `varlen_forward`, deterministic; zeros in rows beyond cu_seqlens[-1]."""
+    if plan is None:
+        plan = PackedPlan(device=q_THD.device, cu_seqlens_S1=cu_seqlens_S1, num_rows=q_THD.shape[0])
+    if grad_THD.stride(-1) != 1:
+        grad_THD = grad_THD.contiguous()
+    allocate = torch.empty if plan.num_rows == q_THD.shape[0] else torch.zeros
+    dq, dk, dv = (allocate(x.shape, dtype=x.dtype, device=x.device) for x in (q_THD, k_THD, v_THD))
+    hopper = attention_hopper.supports(q_THD, k_THD, v_THD, paged=False) and attention_hopper.supports(
+        grad_THD, k_THD, v_THD, paged=False
+    )
+    arguments = (grad_THD, q_THD, k_THD, v_THD, out_THD, lse_HT, plan, (dq, dk, dv))
+    if hopper:
+        attention_backward_hopper.backward(*arguments)
+    else:
+        attention_backward.backward(*arguments)
+    return dq, dk, dv
+
+
+def paged_forward(
+    q_THD: Tensor,
+    k_pages_PSHD: Tensor,
+    v_pages_PSHD: Tensor,
+    query_start_S1: Tensor,
+    context_len_S: Tensor,
+    block_table_SM: Tensor,
+    max_query_len: int,
+    max_context_len: int,
+    out: Tensor | None = None,
+    scratch: Tensor | None = None,
+    *,
+    plan: PagedPlan | None = None,
+) -> Tensor:
+    """Attention of a step's rows over the paged cache, which already holds their keys and values.
+
+    Args:
+        q_THD: bfloat16 [T, heads, D], rotated. k_pages_PSHD, v_pages_PSHD: [P, page size, kv heads, D], any page size;
+            every slot finite (zero the pool once: masked keys count as 0 times their value).
+        query_start_S1 [S + 1], context_len_S [S] (keys after this step), block_table_SM [S, M]: int32 on the device.
+        max_query_len: 1 for a step of decodes only. max_context_len: an upper bound.
+        out: [T, heads, D] to write; rows of no sequence are left alone. Allocated with zeros when absent.
+        scratch: float32, `scratch_elements(STATE_SLOTS, heads, D)` of them. Allocated when absent.
+        plan: of the same step; shared by all layers. Built on the device when absent (capturable either way).
+    """
+    _check(q_THD, k_pages_PSHD, v_pages_PSHD)
+    rows, heads, dim = q_THD.shape
+    page_size, num_kv_heads = k_pages_PSHD.shape[1:3]
+    if block_table_SM.shape[1] * page_size < max_context_len:
+        raise ContractError(
+            f"attention: block_table has {block_table_SM.shape[1]} pages of {page_size} per sequence, too few for "
+            f"max_context_len={max_context_len}"
+        )
+    if out is None:
+        out = torch.zeros(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
+    if plan is None:
+        plan = PagedPlan(
+            query_start_S1, context_len_S, num_kv_heads=num_kv_heads, num_rows=rows, max_query_len=max_query_len
+        )
+    _prefill(q_THD, k_pages_PSHD, v_pages_PSHD, out, None, plan, block_table_SM)
+    if plan.decode is not None:
+        needed = scratch_elements(STATE_SLOTS, heads, dim)
+        if scratch is None:
+            scratch = torch.empty(needed, device=q_THD.device)
+        if scratch.numel() < needed:
+            raise ContractError(f"attention: scratch has {scratch.numel()} elements, {needed} are needed")
+        decode(q_THD, k_pages_PSHD, v_pages_PSHD, block_table_SM, out, plan.decode, scratch)
+    return out

@@ -1,0 +1,194 @@
+"""cuBLASLt products that never split K, without touching any of torch's global settings.
+
+torch can deny split-K only process-wide (`allow_bf16_reduced_precision_reduction`) and asks the library's heuristic on
+every call. Here the heuristic is asked once per shape, with no workspace and no reduction scheme allowed, and each
+algorithm it offers is asked for its split before it is used. Nothing leaks into other code, and a call is one C call.
+
+The product: y = x W^T (+ b) with bfloat16 operands, float32 accumulation, bfloat16 or float32 out. In the library's
+column-major words: D[N, T] = op_T(W[K, N]) B[K, T].
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl_tim.numerics.contract import ContractError
+
+# Constants of cublasLt.h and library_types.h (CUDA 12 and 13).
+_COMPUTE_32F, _R_32F, _R_16BF = 68, 0, 14
+_DESC_TRANSA, _DESC_EPILOGUE, _DESC_BIAS = 3, 7, 8
+_OP_T, _EPILOGUE_BIAS = 1, 4
+_PREF_WORKSPACE, _PREF_REDUCTION, _PREF_ALIGNMENTS = 1, 3, (5, 6, 7, 8)
+_ALGO_SPLIT_K = 2
+
+_DTYPES = {torch.bfloat16: _R_16BF, torch.float32: _R_32F}
+_ALIGNMENT = 16  # bytes that pointers and row strides must keep
+_MOST_PLANS = 8192  # shapes remembered; beyond it all are forgotten
+
+_ONE, _ZERO = ctypes.c_float(1.0), ctypes.c_float(0.0)
+_ONE_AT, _ZERO_AT = ctypes.addressof(_ONE), ctypes.addressof(_ZERO)
+
+
+class _Heuristic(ctypes.Structure):
+    """cublasLtMatmulHeuristicResult_t."""
+
+    _fields_ = (
+        ("algo", ctypes.c_uint64 * 8),
+        ("workspace", ctypes.c_size_t),
+        ("state", ctypes.c_int),
+        ("waves", ctypes.c_float),
+        ("reserved", ctypes.c_int * 4),
+    )
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The cuBLASLt that this torch links, or None (no CUDA build, or a library of another name)."""
+    if torch.version.cuda is None:
+        return None
+    try:
+        lib = ctypes.CDLL(f"libcublasLt.so.{torch.version.cuda.split('.')[0]}")
+    except OSError:
+        return None
+    # handle, desc, alpha, A and layout, B and layout, beta, C and layout, D and layout, algo, workspace, bytes, stream
+    lib.cublasLtMatmul.argtypes = (*[ctypes.c_void_p] * 14, ctypes.c_size_t, ctypes.c_void_p)
+    return lib
+
+
+def _check(status: int, what: str) -> None:
+    if status != 0:
+        raise ContractError(f"cuBLASLt: {what} gave status {status}; gemm.forbid('cublaslt:0') takes another schedule")
+
+
+def _new(create: str, *args: Any) -> int:
+    """Address of a new library object."""
+    lib, made = library(), ctypes.c_void_p()
+    _check(getattr(lib, create)(ctypes.byref(made), *args), create)
+    assert made.value is not None
+    return made.value
+
+
+def _set(setter: str, target: int, attribute: int, value: Any) -> None:
+    lib, size = library(), ctypes.c_size_t(ctypes.sizeof(value))
+    status = getattr(lib, setter)(ctypes.c_void_p(target), ctypes.c_int(attribute), ctypes.byref(value), size)
+    _check(status, f"{setter}({attribute})")
+
+
+@functools.cache
+def _handle(device: int) -> int:
+    with torch.cuda.device(device):
+        return _new("cublasLtCreate")
+
+
+class Plan:
+    """Descriptors of one shape and one algorithm; `run` takes tensors of the sizes and strides it was made for."""
+
+    def __init__(self, handle: int, desc: int, layouts: tuple[int, int, int], algo: Any) -> None:
+        lib = library()
+        assert lib is not None
+        self._matmul = lib.cublasLtMatmul
+        self._handle, self._desc, (self._a, self._b, self._d) = handle, desc, layouts
+        self.algo, self._algo_at = algo, ctypes.addressof(algo)
+
+    def run(self, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out_TN: Tensor) -> None:
+        if bias_N is not None:
+            _set("cublasLtMatmulDescSetAttribute", self._desc, _DESC_BIAS, ctypes.c_void_p(bias_N.data_ptr()))
+        out = out_TN.data_ptr()
+        stream = torch._C._cuda_getCurrentRawStream(x_TK.device.index)
+        status = self._matmul(
+            self._handle, self._desc, _ONE_AT, weight_NK.data_ptr(), self._a, x_TK.data_ptr(), self._b, _ZERO_AT,
+            out, self._d, out, self._d, self._algo_at, None, 0, stream,
+        )  # fmt: skip
+        if status != 0:
+            _check(status, "cublasLtMatmul")
+
+    def split(self) -> int:
+        """Parts that the algorithm cuts K into: 1, or 0 where it knows no splitting."""
+        lib, value, written = library(), ctypes.c_int32(0), ctypes.c_size_t(0)
+        assert lib is not None
+        status = lib.cublasLtMatmulAlgoConfigGetAttribute(
+            self.algo, ctypes.c_int(_ALGO_SPLIT_K), ctypes.byref(value), ctypes.c_size_t(4), ctypes.byref(written)
+        )
+        _check(status, "cublasLtMatmulAlgoConfigGetAttribute")
+        return value.value
+
+
+def plans(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out_TN: Tensor, count: int) -> list[Plan]:
+    """Up to `count` plans for these sizes and strides, the heuristic's favourite first; none splits K."""
+    lib, handle = library(), _handle(x_TK.device.index)
+    assert lib is not None
+    desc = _new("cublasLtMatmulDescCreate", ctypes.c_int(_COMPUTE_32F), ctypes.c_int(_R_32F))
+    _set("cublasLtMatmulDescSetAttribute", desc, _DESC_TRANSA, ctypes.c_int32(_OP_T))
+    if bias_N is not None:
+        _set("cublasLtMatmulDescSetAttribute", desc, _DESC_EPILOGUE, ctypes.c_int32(_EPILOGUE_BIAS))
+    layouts = tuple(
+        _new(
+            "cublasLtMatrixLayoutCreate",
+            ctypes.c_int(_DTYPES[t.dtype]),
+            ctypes.c_uint64(t.shape[1]),
+            ctypes.c_uint64(t.shape[0]),
+            ctypes.c_int64(t.stride(0) if t.shape[0] > 1 else t.shape[1]),
+        )
+        for t in (weight_NK, x_TK, out_TN)
+    )
+    a, b, d = layouts
+    preference = _new("cublasLtMatmulPreferenceCreate")
+    _set("cublasLtMatmulPreferenceSetAttribute", preference, _PREF_WORKSPACE, ctypes.c_uint64(0))
+    _set("cublasLtMatmulPreferenceSetAttribute", preference, _PREF_REDUCTION, ctypes.c_uint32(0))
+    for alignment in _PREF_ALIGNMENTS:
+        _set("cublasLtMatmulPreferenceSetAttribute", preference, alignment, ctypes.c_uint32(_ALIGNMENT))
+    found, results = ctypes.c_int(0), (_Heuristic * count)()
+    pointers = (ctypes.c_void_p(p) for p in (handle, desc, a, b, d, d, preference))
+    status = lib.cublasLtMatmulAlgoGetHeuristic(*pointers, ctypes.c_int(count), results, ctypes.byref(found))
+    lib.cublasLtMatmulPreferenceDestroy(ctypes.c_void_p(preference))
+    _check(status, "cublasLtMatmulAlgoGetHeuristic")
+    offered = [
+        Plan(handle, desc, (a, b, d), (ctypes.c_uint64 * 8)(*result.algo))
+        for result in results[: found.value]
+        if result.state == 0 and result.workspace == 0
+    ]
+    return [plan for plan in offered if plan.split() <= 1]
+
+
+def serves(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out_TN: Tensor) -> bool:
+    """Whether pointers and strides are aligned, and the bias (if any) has the dtype of `out`."""
+    for t in (x_TK, weight_NK, out_TN):
+        size = t.element_size()
+        if t.data_ptr() % _ALIGNMENT or (t.stride(0) * size) % _ALIGNMENT:
+            return False
+    return bias_N is None or (bias_N.dtype == out_TN.dtype and bias_N.data_ptr() % _ALIGNMENT == 0)
+
+
+_plans: dict[tuple[Any, ...], list[Plan]] = {}
+
+
+def _key(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out_TN: Tensor) -> tuple[Any, ...]:
+    return (
+        *x_TK.shape, weight_NK.shape[0], x_TK.stride(0), weight_NK.stride(0), out_TN.stride(0), out_TN.dtype,
+        bias_N is None, x_TK.device.index,
+    )  # fmt: skip
+
+
+def run(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out_TN: Tensor, rank: int = 0) -> None:
+    """Write x W^T (+ bias) to `out_TN`; the tensors must be such as `serves` accepts.
+
+    rank: which of the heuristic's favourites runs, 0 the first; the last one where it offers fewer.
+    """
+    key = _key(x_TK, weight_NK, bias_N, out_TN)
+    offered = _plans.get(key)
+    if offered is None:
+        offered = plans(x_TK, weight_NK, bias_N, out_TN, 8)
+        if not offered:
+            raise ContractError(
+                f"cuBLASLt offers nothing without split-K for x {tuple(x_TK.shape)}, weight {tuple(weight_NK.shape)}; "
+                "gemm.forbid each cublaslt schedule"
+            )
+        if len(_plans) >= _MOST_PLANS:
+            _plans.clear()
+        _plans[key] = offered
+    offered[min(rank, len(offered) - 1)].run(x_TK, weight_NK, bias_N, out_TN)

@@ -1,0 +1,187 @@
+"""Linear on a GPU: y = x W^T (+ b), one rule, any schedule.
+
+Rule: bfloat16 operands, one float32 accumulator per output filled in one ascending pass over K (no split), the bias
+added in float32, one rounding at the end (bfloat16, or none where float32 is wanted).
+
+Free: the schedule. `schedules` lists those that serve a shape, by name; all give the same bits (`probe` compares each
+with the first, the reference), so the choice is about speed alone and may differ between processes. `forbid` drops one
+that a device does not keep to the rule. The choice for a shape is made once, by a rule, and kept in a dict: a call
+queries no device and measures nothing, so a CUDA graph or a traced call freezes nothing it should not. `tune` replaces
+the rule's choice by a measured one at start-up.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from verl_tim.numerics.contract import ContractError
+from verl_tim.numerics.gpu import cublaslt, few_rows
+from verl_tim.numerics.gpu.device_time import graph_us
+
+Run = Callable[[Tensor, Tensor, "Tensor | None", Tensor], None]
+Serves = Callable[[Tensor, Tensor, "Tensor | None", Tensor], bool]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """name: as `forbid` takes it; run(x_TK, weight_NK, bias_N, out_TN): writes the product, whatever `out`'s dtype;
+    serves: whether it can take these tensors (alignment)."""
+
+    name: str
+    run: Run
+    serves: Serves = lambda *_: True
+
+
+def _triton(bm: int, bn: int, bk: int, swap: bool, warps: int, stages: int) -> Schedule:
+    name = f"triton:{bm}x{bn}x{bk}{'t' if swap else ''}/{warps}w{stages}s"
+    return Schedule(name, functools.partial(few_rows.run, bm=bm, bn=bn, bk=bk, swap=swap, warps=warps, stages=stages))
+
+
+def _cublaslt(rank: int) -> Schedule:
+    """The heuristic's `rank`-th favourite (0: the first)."""
+    return Schedule(f"cublaslt:{rank}", functools.partial(cublaslt.run, rank=rank), cublaslt.serves)
+
+
+REFERENCE = _triton(64, 64, 64, False, 4, 3)
+"""The plainest walk over K; serves every shape, and what the others are compared with."""
+_TILED = _triton(128, 128, 64, False, 8, 3)  # many rows where cuBLASLt is missing or forbidden
+_CUBLASLT = [_cublaslt(rank) for rank in range(8)]
+
+# For 16 rows: few columns per program, so that all multiprocessors stream weights with as many bytes in flight as fit.
+_STREAM_LONG = _triton(16, 16, 512, False, 2, 4)  # few outputs, large K
+_STREAM_WIDE = _triton(16, 64, 64, True, 4, 6)  # many outputs
+_STREAM = _triton(16, 32, 128, False, 4, 6)
+
+_forbidden: set[str] = set()
+_chosen: dict[tuple[int, int, int, torch.device], Schedule] = {}
+_MOST_CHOICES = 1 << 16  # shapes remembered; beyond it all are forgotten
+
+
+def forbid(name: str) -> None:
+    """Never take this schedule again in this process (a probe found that it does not keep the bits)."""
+    _forbidden.add(name)
+    _chosen.clear()
+
+
+def forbidden() -> frozenset[str]:
+    """Names that `forbid` was given, for reports."""
+    return frozenset(_forbidden)
+
+
+def _candidates(rows: int, outputs: int, inner: int, device: torch.device) -> list[Schedule]:
+    """The rule's favourite first, the reference last.
+
+    The rule is what one H200 showed on the linears of Qwen3-1.7B: at 16 rows streaming takes 0.90 of cuBLAS's time; at
+    1 to 8 and from 17 rows on cuBLASLt is as fast as cuBLAS (0.97 to 1.02).
+    """
+    libraries = _CUBLASLT if device.type == "cuda" and cublaslt.library() is not None else []
+    if rows > 16:
+        return [*libraries, _TILED, REFERENCE]
+    if outputs >= 8192:
+        streams = [_STREAM_WIDE, _STREAM, _STREAM_LONG]
+    elif inner >= 6144:
+        streams = [_STREAM_LONG, _STREAM, _STREAM_WIDE]
+    else:
+        streams = [_STREAM, _STREAM_LONG, _STREAM_WIDE]
+    streaming_pays = rows > 8 and min(outputs, inner) <= 2048
+    return [*streams, *libraries, REFERENCE] if streaming_pays or not libraries else [*libraries, *streams, REFERENCE]
+
+
+def schedules(rows: int, outputs: int, inner: int, device: torch.device | str = "cuda") -> list[Schedule]:
+    """Every schedule that may serve x [rows, inner] times weight [outputs, inner], the reference first."""
+    *others, reference = _candidates(rows, outputs, inner, torch.device(device))
+    return [reference, *(s for s in others if s.name not in _forbidden)]
+
+
+def _choose(rows: int, outputs: int, inner: int, device: torch.device) -> Schedule:
+    for schedule in _candidates(rows, outputs, inner, device):
+        if schedule.name not in _forbidden:
+            return schedule
+    raise ContractError(
+        f"gemm: every schedule for {rows} rows, weight ({outputs}, {inner}) is forbidden ({', '.join(_forbidden)}); "
+        "this device does not keep the contract: use numerics='stock'"
+    )
+
+
+def tune(rows: int, weights: Sequence[Tensor], *, out_dtype: torch.dtype = torch.bfloat16) -> str:
+    """Measure every schedule for this row count and keep the fastest; bits do not depend on the outcome.
+
+    For start-up, before CUDA graphs are captured. Give weights of one shape that exceed the cache together (those of
+    all layers), so that they are timed as a step finds them.
+
+    Returns:
+        The name of the schedule taken.
+    """
+    first = weights[0]
+    outputs, inner = first.shape
+    x = torch.zeros(rows, inner, dtype=first.dtype, device=first.device).normal_()
+    out = torch.empty(rows, outputs, dtype=out_dtype, device=first.device)
+    timed = []
+    with torch.cuda.device(first.device):
+        for schedule in schedules(rows, outputs, inner, first.device):
+            if all(schedule.serves(x, w, None, out) for w in weights):
+                runs = [functools.partial(schedule.run, x, weight, None, out) for weight in weights]
+                timed.append((graph_us(runs, calls=len(runs), replays=5), schedule))
+    fastest = min(timed, key=lambda pair: pair[0])[1]
+    _chosen[rows, outputs, inner, first.device] = fastest
+    return fastest.name
+
+
+def _check(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out_TN: Tensor) -> None:
+    if x_TK.dtype != torch.bfloat16 or weight_NK.dtype != torch.bfloat16:
+        raise ContractError(f"gemm: x is {x_TK.dtype} and the weight {weight_NK.dtype}; both must be torch.bfloat16")
+    if x_TK.dim() != 2 or weight_NK.dim() != 2 or x_TK.shape[1] != weight_NK.shape[1]:
+        raise ContractError(f"gemm: x {tuple(x_TK.shape)} does not fit the weight {tuple(weight_NK.shape)}")
+    if out_TN.shape != (x_TK.shape[0], weight_NK.shape[0]) or out_TN.dtype not in (torch.bfloat16, torch.float32):
+        raise ContractError(
+            f"gemm: out {tuple(out_TN.shape)} {out_TN.dtype} does not fit; want "
+            f"({x_TK.shape[0]}, {weight_NK.shape[0]}) in torch.bfloat16 or torch.float32"
+        )
+    if bias_N is not None and bias_N.shape != weight_NK.shape[:1]:
+        raise ContractError(f"gemm: bias {tuple(bias_N.shape)} does not fit {weight_NK.shape[0]} outputs")
+    for name, t in (("x", x_TK), ("the weight", weight_NK), ("out", out_TN)):
+        if t.stride(1) != 1 and t.shape[1] > 1:
+            raise ContractError(f"gemm: {name}'s last dimension must be contiguous, its strides are {t.stride()}")
+
+
+def gemm(
+    x_TK: Tensor,
+    weight_NK: Tensor,
+    *,
+    bias_N: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Contract product, no autograd.
+
+    Args:
+        x_TK: bfloat16 [T, K], last dimension contiguous (rows may be strided). Any T.
+        weight_NK: bfloat16 [N, K], likewise.
+        bias_N: [N] or None.
+        out_dtype: torch.bfloat16 or torch.float32 (the accumulator as it is); `out` overrides it.
+        out: [T, N], rows may be strided.
+
+    Raises:
+        ContractError: dtypes or shapes that do not fit.
+    """
+    rows, outputs = x_TK.shape[0], weight_NK.shape[0]
+    if out is None:
+        out = torch.empty(rows, outputs, dtype=out_dtype, device=x_TK.device)
+    _check(x_TK, weight_NK, bias_N, out)
+    if rows == 0:
+        return out
+    key = (rows, outputs, weight_NK.shape[1], x_TK.device)
+    schedule = _chosen.get(key)
+    if schedule is None:
+        if len(_chosen) >= _MOST_CHOICES:
+            _chosen.clear()
+        schedule = _chosen[key] = _choose(rows, outputs, weight_NK.shape[1], x_TK.device)
+    if not schedule.serves(x_TK, weight_NK, bias_N, out):
+        schedule = REFERENCE if rows <= 64 else _TILED
+    schedule.run(x_TK, weight_NK, bias_N, out)
+    return out

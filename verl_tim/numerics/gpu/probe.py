@@ -1,0 +1,282 @@
+"""Does this GPU keep the contract at a model's shapes? Every schedule in use against the reference order.
+
+Rows are run in company, alone and in other row counts, so that every schedule that `gemm`, `grouped_gemm`, attention
+and the head choose between takes part. Linears and experts must have the bits of one plain Triton kernel with one pass
+over K (`gemm.REFERENCE`); a schedule of theirs that differs is dropped for this process (`forbid`), as the report and a
+log line say. What has no other schedule raises.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from verl_tim.numerics.activation import swiglu_inference
+from verl_tim.numerics.attention import PackedSequences, paged_attention, varlen_attention
+from verl_tim.numerics.contract import CHUNK_KEYS, KEY_BLOCK, ContractError, kernels
+from verl_tim.numerics.head import token_log_probs
+from verl_tim.numerics.moe import moe_inference
+from verl_tim.numerics.norm import add_rms_norm_inference, rms_norm_inference
+from verl_tim.numerics.paging import PagedBatch
+from verl_tim.numerics.probe import bits_of, swiglu_of_halves
+from verl_tim.numerics.rope import RopeTable, qk_norm_rope, qk_norm_rope_write
+from verl_tim.numerics.sampling import SamplingTensors, draw
+
+if TYPE_CHECKING:
+    from verl_tim.numerics.probe import ProbeReport, ProbeShapes
+
+logger = logging.getLogger(__name__)
+
+ROW_COUNTS = (1, 7, 8, 9, 16, 33, 64, 65, 128, 129, 255, 256, 257, 512, 1024)
+EXPERT_ROW_COUNTS = (1, 8, 33, 64, 128, 256, 512)
+_ROWS = 1032
+_EPS = 1e-6
+
+
+class GpuProbe:
+    """The checks of one device at one model's shapes; each adds to the report or raises `ContractError`."""
+
+    def __init__(self, device: torch.device, shapes: ProbeShapes, attention: str, report: ProbeReport) -> None:
+        self.device, self.shapes, self.attention_contract, self.report = device, shapes, attention, report
+        self.generator = torch.Generator(device).manual_seed(0)
+
+    def run(self) -> None:
+        for check in (self.linears, self.row_ops, self.attention, self.experts, self.head):
+            check()
+
+    def random(self, *size: int) -> Tensor:
+        return torch.randn(*size, generator=self.generator, device=self.device, dtype=torch.float32).bfloat16()
+
+    def expect(self, op: str, got: Tensor, want: Tensor, where: str) -> None:
+        self.report.comparisons[op] = self.report.comparisons.get(op, 0) + 1
+        if not bool(torch.isfinite(want).all()):
+            raise ContractError(f"probe: {op} gives non-finite values ({where}) on {self.device}")
+        count = _differing(got, want)
+        if count:
+            name = torch.cuda.get_device_name(self.device)
+            raise ContractError(
+                f"probe: {op} is not exact on this {name}: {count} of {want.numel()} values differ ({where}). Zero "
+                "mismatch is impossible with this build on this device; use numerics='stock', or report the device"
+            )
+
+    def keep_or_forbid(
+        self, op: str, schedule: str, got: Tensor, want: Tensor, where: str, forbid: Callable[[str], None]
+    ) -> None:
+        """As `expect`, for a schedule that others can stand in for: one that differs is dropped for this process."""
+        if _differing(got, want):
+            logger.warning("probe: schedule %s of %s differs (%s): dropped", schedule, op, where)
+            forbid(schedule)
+            self.report.forbidden.append(f"{op}: {schedule}")
+        else:
+            self.expect(op, got, want, where)
+
+    # -- linear ----------------------------------------------------------------------------------------------------
+
+    def linears(self) -> None:
+        gemm = kernels("gemm")
+        head = ((self.shapes.vocab_size,), self.shapes.hidden_size)
+        for parts, inputs in (*self.shapes.linears, head):
+            outputs = sum(parts)
+            weight, x = self.random(outputs, inputs), self.random(_ROWS, inputs)
+            out_dtype = torch.float32 if (parts, inputs) == head else torch.bfloat16
+            op = f"linear({outputs}, {inputs})"
+            want = torch.empty(_ROWS, outputs, dtype=out_dtype, device=self.device)
+            gemm.REFERENCE.run(x, weight, None, want)
+            for rows in ROW_COUNTS:
+                for schedule in gemm.schedules(rows, outputs, inputs, self.device):
+                    got = torch.full((rows, outputs), torch.nan, dtype=out_dtype, device=self.device)
+                    if not schedule.serves(x[:rows], weight, None, got):
+                        continue
+                    schedule.run(x[:rows], weight, None, got)
+                    where = f"{schedule.name}, {rows} rows"
+                    if schedule is gemm.REFERENCE:
+                        self.expect(op, got, want[:rows], where)
+                    else:
+                        self.keep_or_forbid(op, schedule.name, got, want[:rows], where, gemm.forbid)
+            start = 0
+            for part in parts if len(parts) > 1 else ():
+                got = gemm.gemm(x[:65], weight[start : start + part], out_dtype=out_dtype)
+                self.expect(op, got, want[:65, start : start + part], "part alone against fused")
+                start += part
+
+    # -- row operations --------------------------------------------------------------------------------------------
+
+    def rowwise(self, op: str, run: Callable[[Tensor], Tensor], x: Tensor, counts: tuple[int, ...]) -> None:
+        want = run(x)
+        for rows in counts:
+            offset = (rows * 7) % (x.shape[0] - rows + 1)
+            part = slice(offset, offset + rows)
+            self.expect(op, run(x[part]), want[part], f"rows {offset}..{offset + rows - 1} alone")
+
+    def row_ops(self) -> None:
+        s = self.shapes
+        weight = self.random(s.hidden_size)
+        x, residual = self.random(2, 256, s.hidden_size)
+        self.rowwise("rms_norm", lambda rows: rms_norm_inference(rows, weight, _EPS), x, (1, 3, 64))
+        normed, total = add_rms_norm_inference(x, residual, weight, _EPS)
+        self.expect("add_rms_norm", total, x + residual, "sum")
+        self.expect("add_rms_norm", normed, rms_norm_inference(total, weight, _EPS), "against the norm of the sum")
+        both = self.random(128, 2 * s.intermediate_size)
+        self.rowwise("swiglu", swiglu_of_halves, both, (1, 3, 64))
+        gate, up = both.chunk(2, dim=-1)
+        got = swiglu_inference(gate.contiguous(), up.contiguous())
+        self.expect("swiglu", got, swiglu_of_halves(both), "two tensors against one")
+        self.rope()
+
+    def rope(self) -> None:
+        s = self.shapes
+        rows, half = 77, s.head_dim // 2
+        qkv = self.random(rows, s.num_heads + 2 * s.num_kv_heads, s.head_dim)
+        norms = self.random(2, s.head_dim)
+        table = RopeTable([10000.0 ** (-i / half) for i in range(half)], 1.0, 4096, self.device)
+        cos, sin = table.at(torch.arange(rows, device=self.device) * 17, 4096)
+        q, k, v = (part.contiguous() for part in qkv.split([s.num_heads, s.num_kv_heads, s.num_kv_heads], dim=1))
+        want_q, want_k = qk_norm_rope(q, k, (norms[0], norms[1]), _EPS, cos, sin)
+        repeated = torch.cat([norms[:1].expand(s.num_heads, -1), norms[1:].expand(s.num_kv_heads, -1)])
+        for count in (1, 8, rows):
+            pages = torch.zeros(2, rows + 1, 1, s.num_kv_heads, s.head_dim, dtype=qkv.dtype, device=self.device)
+            slots = torch.randperm(rows, generator=self.generator, device=self.device)[:count] + 1
+            part = slice(rows - count, rows)
+            got_q = qk_norm_rope_write(
+                qkv[part], s.num_heads, repeated, _EPS, cos[part], sin[part], pages[0], pages[1], slots
+            )
+            where = f"fused against three tensors, {count} rows"
+            self.expect("qk_norm_rope", got_q, want_q[part], where)
+            self.expect("qk_norm_rope", pages[0, slots, 0], want_k[part], where + ", keys in pages")
+            self.expect("qk_norm_rope", pages[1, slots, 0], v[part], where + ", values in pages")
+
+    # -- attention -------------------------------------------------------------------------------------------------
+
+    def attention(self) -> None:
+        s = self.shapes
+        borders = (KEY_BLOCK, 128, CHUNK_KEYS, 2 * CHUNK_KEYS)
+        lengths = [1, 7, *(border + d for border in borders for d in (-1, 0, 1)), 3 * CHUNK_KEYS + 77]
+        packed = PackedSequences(torch.tensor([0, *lengths], device=self.device).cumsum(0))
+        rows = packed.num_rows
+        q, k, v = (self.random(rows, heads, s.head_dim) for heads in (s.num_heads, s.num_kv_heads, s.num_kv_heads))
+        want = varlen_attention(q, k, v, packed, self.attention_contract)
+        op = f"attention ({self.attention_contract})"
+        last = packed.cu_seqlens[-2:]
+        alone = PackedSequences(last - last[0])
+        tail = slice(int(last[0]), int(last[1]))
+        got = varlen_attention(q[tail], k[tail], v[tail], alone, self.attention_contract)
+        self.expect(op, got, want[tail], "packed alone")
+        for page_size in (16, 64):
+            cache = _Pages(k, v, lengths, page_size, self.generator)
+            for queries in (1, 5, 130):
+                batch, chosen = cache.batch([min(queries, length) for length in lengths])
+                got = paged_attention(q[chosen], cache.k, cache.v, batch, self.attention_contract)
+                self.expect(op, got, want[chosen], f"last {queries} rows, pages of {page_size}")
+            mixed = [1 if index % 2 else min(33, length) for index, length in enumerate(lengths)]
+            batch, chosen = cache.batch(mixed)
+            got = paged_attention(q[chosen], cache.k, cache.v, batch, self.attention_contract)
+            self.expect(op, got, want[chosen], f"decodes beside prefill chunks, pages of {page_size}")
+
+    # -- experts and head --------------------------------------------------------------------------------------------
+
+    def experts(self) -> None:
+        if self.shapes.moe is None:
+            return
+        experts, top_k, inner = self.shapes.moe
+        hidden = self.shapes.hidden_size
+        router, x = self.random(experts, hidden), self.random(_ROWS, hidden)
+        gate_up, down = self.random(experts, 2 * inner, hidden), self.random(experts, hidden, inner)
+        moe, grouped_gemm = kernels("moe"), kernels("grouped_gemm")
+        expert_TK, weight_TK = moe.router(x, router, top_k, True)
+        want = _experts_one_by_one(x, expert_TK, weight_TK, gate_up, down)
+        for name in grouped_gemm.schedules():
+            got = moe.experts(x, expert_TK, weight_TK, gate_up, down, schedule=name)
+            self.keep_or_forbid("experts", name, got, want, f"{name}, {_ROWS} rows", grouped_gemm.forbid)
+
+        def run(rows: Tensor) -> Tensor:
+            return moe_inference(rows, router, experts, gate_up, down, inner, top_k, True)
+
+        self.expect("experts", run(x), want, "router and experts against one linear per expert")
+        self.rowwise("experts", run, x, EXPERT_ROW_COUNTS)
+
+    def head(self) -> None:
+        s = self.shapes
+        rows = 300
+        hidden, weight = self.random(rows, s.hidden_size), self.random(s.vocab_size, s.hidden_size)
+        position = torch.arange(rows, device=self.device)
+        for count in (1, 8, 33, 64, 130, rows):
+            params = _sampling(position[:count])
+            drawn = draw(hidden[:count], weight, s.vocab_size, params)
+            scored, _ = token_log_probs(hidden[:count], weight, drawn.token_B, params.temperature_B)
+            self.expect("head", drawn.log_prob_B, scored, f"sampler against trainer, {count} rows")
+            if count == 1:
+                first = drawn
+            else:
+                self.expect("head", drawn.log_prob_B[:1], first.log_prob_B, f"one row alone against {count}")
+                self.expect("head", drawn.token_B[:1], first.token_B, f"draw of one row alone against {count}")
+
+
+def _differing(got: Tensor, want: Tensor) -> int:
+    return int((bits_of(got) != bits_of(want)).sum())
+
+
+def _experts_one_by_one(
+    x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor, gate_up_EJD: Tensor, down_EDI: Tensor
+) -> Tensor:
+    """[T, D]: each expert by the reference schedule of a linear on its own rows."""
+    reference = kernels("gemm").REFERENCE
+    plan = kernels("dispatch").dispatch(expert_TK, gate_up_EJD.shape[0])
+    ends = plan.end_E.tolist()
+
+    def product(x_RK: Tensor, weight_ENK: Tensor) -> Tensor:
+        y_RN = x_RK.new_empty(x_RK.shape[0], weight_ENK.shape[1])
+        for start, end, weight_NK in zip([0, *ends], ends, weight_ENK, strict=False):
+            if end > start:
+                reference.run(x_RK[start:end], weight_NK, None, y_RN[start:end])
+        return y_RN
+
+    h_RI = swiglu_of_halves(product(plan.gather(x_TD), gate_up_EJD))
+    return kernels("combine").combine(product(h_RI, down_EDI), plan.row_TK, weight_TK, expert_TK.shape[1])
+
+
+def _sampling(position_B: Tensor) -> SamplingTensors:
+    def full(value: float, dtype: torch.dtype) -> Tensor:
+        return torch.full(position_B.shape, value, dtype=dtype, device=position_B.device)
+
+    return SamplingTensors(
+        full(0.9, torch.float32), full(-1, torch.int64), full(1.0, torch.float32), full(0.0, torch.float32),
+        position_B * 7919, position_B,
+    )  # fmt: skip
+
+
+class _Pages:
+    """Packed keys and values laid out in randomly placed pages."""
+
+    def __init__(self, k_THD: Tensor, v_THD: Tensor, lengths: list[int], page_size: int, generator: Any) -> None:
+        self.lengths, self.page_size, device = lengths, page_size, k_THD.device
+        counts = [-(-length // page_size) for length in lengths]
+        order = (torch.randperm(sum(counts), generator=generator, device=device) + 1).cpu()
+        self.table = torch.zeros(len(lengths), max(counts), dtype=torch.int64)
+        for index, pages in enumerate(order.split(counts)):
+            self.table[index, : counts[index]] = pages
+        position = torch.cat([torch.arange(length) for length in lengths])
+        sequence = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+        self.slot = self.table[sequence, position // page_size] * page_size + position % page_size
+        shape = (sum(counts) + 1, page_size, *k_THD.shape[1:])
+        self.k, self.v = (torch.zeros(shape, dtype=k_THD.dtype, device=device) for _ in range(2))
+        for pages, rows in ((self.k, k_THD), (self.v, v_THD)):
+            pages.flatten(0, 1)[self.slot.to(device)] = rows
+
+    def batch(self, queries: list[int]) -> tuple[PagedBatch, Tensor]:
+        """A batch of each sequence's last rows, and their places among the packed rows."""
+        end = torch.tensor(self.lengths).cumsum(0).tolist()
+        chosen = torch.cat([torch.arange(stop - count, stop) for stop, count in zip(end, queries, strict=True)])
+        position = torch.cat([torch.arange(n - count, n) for n, count in zip(self.lengths, queries, strict=True)])
+        batch = PagedBatch(
+            query_start_S1=torch.tensor([0, *queries]).cumsum(0),
+            context_len_S=torch.tensor(self.lengths),
+            block_table_SM=self.table,
+            slot_T=self.slot[chosen],
+            position_T=position,
+            device=self.k.device,
+        )
+        return batch, chosen.to(self.k.device)

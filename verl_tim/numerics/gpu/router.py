@@ -1,0 +1,140 @@
+"""MoE router: float32 logits, float32 softmax, the top k experts, their weights; and the way back.
+
+Rule as `verl_tim.numerics.moe`: ties in probability go to the lower expert index, the chosen weights are divided by
+their float32 sum where the model says so. The softmax sum is `sums.tree_sum`, the sum of the chosen weights runs in
+slot order; so a row's routes do not depend on its batch.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from verl_tim.numerics.contract import ContractError
+from verl_tim.numerics.gpu.gemm import gemm
+from verl_tim.numerics.gpu.operand import require_rows, require_shape
+from verl_tim.numerics.gpu.sums import tree_sum
+
+
+@triton.jit
+def _softmax(logits, row_R, live_R, expert_E, experts, ROWS: tl.constexpr, LOG_E: tl.constexpr):
+    live = live_R[:, None] & (expert_E < experts)[None, :]
+    x = tl.load(logits + row_R[:, None] * experts + expert_E[None, :], mask=live, other=float("-inf"))
+    x = tl.where(live_R[:, None], x, 0.0)
+    e = tl.exp(x - tl.max(x, axis=1)[:, None])
+    total_R = tree_sum(e, ROWS, LOG_E)
+    return tl.div_rn(e, tl.broadcast_to(total_R[:, None], [ROWS, 2**LOG_E]))
+
+
+@triton.jit
+def _route(
+    logits, expert, weight, rows, experts,
+    TOP_K: tl.constexpr, NORMALISE: tl.constexpr, ROWS: tl.constexpr, LOG_E: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    row_R = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    live_R = row_R < rows
+    expert_E = tl.arange(0, 2**LOG_E)
+    slot_S = tl.arange(0, SLOTS)
+    p = _softmax(logits, row_R, live_R, expert_E, experts, ROWS, LOG_E)
+    p = tl.where((expert_E < experts)[None, :], p, -1.0)
+    weight_RS = tl.zeros([ROWS, SLOTS], tl.float32)
+    expert_RS = tl.zeros([ROWS, SLOTS], tl.int32)
+    total_R = tl.zeros([ROWS], tl.float32)
+    for slot in tl.static_range(TOP_K):
+        best_R = tl.max(p, axis=1)
+        index_R = tl.min(tl.where(p == best_R[:, None], expert_E[None, :], 2**LOG_E), axis=1)
+        p = tl.where(expert_E[None, :] == index_R[:, None], -1.0, p)
+        weight_RS = tl.where(slot_S[None, :] == slot, best_R[:, None], weight_RS)
+        expert_RS = tl.where(slot_S[None, :] == slot, index_R[:, None], expert_RS)
+        total_R += best_R
+    if NORMALISE:
+        weight_RS = tl.div_rn(weight_RS, tl.broadcast_to(total_R[:, None], [ROWS, SLOTS]))
+    live = live_R[:, None] & (slot_S < TOP_K)[None, :]
+    at = row_R[:, None] * TOP_K + slot_S[None, :]
+    tl.store(expert + at, expert_RS, mask=live)
+    tl.store(weight + at, weight_RS, mask=live)
+
+
+@triton.jit
+def _route_grad(
+    grad_weight, logits, expert, grad_logits, rows, experts,
+    TOP_K: tl.constexpr, NORMALISE: tl.constexpr, ROWS: tl.constexpr, LOG_E: tl.constexpr,
+):  # fmt: skip
+    row_R = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    live_R = row_R < rows
+    expert_E = tl.arange(0, 2**LOG_E)
+    p = _softmax(logits, row_R, live_R, expert_E, experts, ROWS, LOG_E)
+    chosen = tl.zeros([ROWS, 2**LOG_E], tl.float32)  # 1 where the row chose the expert
+    grad = tl.zeros([ROWS, 2**LOG_E], tl.float32)  # gradient of the weight of a chosen expert
+    for slot in tl.static_range(TOP_K):
+        index_R = tl.load(expert + row_R * TOP_K + slot, mask=live_R, other=0)
+        grad_R = tl.load(grad_weight + row_R * TOP_K + slot, mask=live_R, other=0.0)
+        here = expert_E[None, :] == index_R[:, None]
+        chosen = tl.where(here, 1.0, chosen)
+        grad = tl.where(here, grad_R[:, None], grad)
+    if NORMALISE:
+        total_R = tl.sum(p * chosen, axis=1)
+        mean_R = tl.sum(p * grad, axis=1) / total_R
+        grad = (grad - mean_R[:, None]) * chosen / total_R[:, None]
+    grad = p * (grad - tl.sum(p * grad, axis=1)[:, None])
+    live = live_R[:, None] & (expert_E < experts)[None, :]
+    at = row_R[:, None] * experts + expert_E[None, :]
+    tl.store(grad_logits + at, grad.to(grad_logits.dtype.element_ty), mask=live)
+
+
+def _tile(experts: int) -> dict[str, int]:
+    log_experts = max(1, triton.next_power_of_2(experts).bit_length() - 1)
+    return {"ROWS": max(1, 512 >> log_experts), "LOG_E": log_experts}
+
+
+def router_logits(x_TD: Tensor, router_ED: Tensor) -> Tensor:
+    """float32 [T, E]: the contract linear's accumulators, not rounded."""
+    require_rows("router", x=x_TD, router=router_ED)
+    return gemm(x_TD, router_ED, out_dtype=torch.float32)
+
+
+def route(logits_TE: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
+    """(expert int32 [T, K], weight float32 [T, K]) from float32 logits, slot 0 the most probable expert."""
+    rows, experts = logits_TE.shape
+    if logits_TE.dtype != torch.float32 or not logits_TE.is_contiguous():
+        raise ContractError(f"router: logits are {logits_TE.dtype}; they must be float32 and contiguous")
+    if not 0 < top_k <= experts:
+        raise ContractError(f"router: top_k={top_k} of {experts} experts; set num_experts_per_tok to 1..num_experts")
+    expert_TK = torch.empty(rows, top_k, dtype=torch.int32, device=logits_TE.device)
+    weight_TK = torch.empty(rows, top_k, dtype=torch.float32, device=logits_TE.device)
+    if rows:
+        tile = _tile(experts)
+        _route[(triton.cdiv(rows, tile["ROWS"]),)](
+            logits_TE, expert_TK, weight_TK, rows, experts, TOP_K=top_k, NORMALISE=normalise, **tile,
+            SLOTS=max(2, triton.next_power_of_2(top_k)), num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+    return expert_TK, weight_TK
+
+
+def router(x_TD: Tensor, router_ED: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
+    """(expert int32 [T, K], weight float32 [T, K]) for bfloat16 x [T, D] and router weight [E, D]. No autograd."""
+    return route(router_logits(x_TD, router_ED), top_k, normalise)
+
+
+def route_backward(grad_weight_TK: Tensor, logits_TE: Tensor, expert_TK: Tensor, normalise: bool) -> Tensor:
+    """Gradient of the logits through the chosen weights, bfloat16 [T, E] (a GEMM operand)."""
+    rows, experts = logits_TE.shape
+    require_shape("router_backward", "grad_weight", grad_weight_TK, tuple(expert_TK.shape))
+    grad_TE = torch.empty(rows, experts, dtype=torch.bfloat16, device=logits_TE.device)
+    if rows:
+        tile = _tile(experts)
+        _route_grad[(triton.cdiv(rows, tile["ROWS"]),)](
+            grad_weight_TK.contiguous(), logits_TE, expert_TK, grad_TE, rows, experts, TOP_K=expert_TK.shape[1],
+            NORMALISE=normalise, **tile, num_warps=4,
+        )  # fmt: skip
+    return grad_TE
+
+
+def router_backward(
+    grad_weight_TK: Tensor, x_TD: Tensor, router_ED: Tensor, expert_TK: Tensor, normalise: bool
+) -> tuple[Tensor, Tensor]:
+    """Gradients of `router`: (grad x [T, D], grad router [E, D]), bfloat16. The logits are computed again."""
+    grad_TE = route_backward(grad_weight_TK, router_logits(x_TD, router_ED), expert_TK, normalise)
+    return torch.mm(grad_TE, router_ED), torch.mm(grad_TE.t(), x_TD)
