@@ -7,11 +7,13 @@ the expected one raises at once. :func:`expected_draw` says what must be drawn, 
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 
 import numpy as np
 import torch
 
+from verl_tim.numerics.paging import DecodeBatch
 from verl_tim.numerics.sampling import Sampled
 
 VOCAB = 61
@@ -71,6 +73,8 @@ class FakeModel:
     numerics = "stock"
     dtype = torch.float32
     device = torch.device("cpu")
+    attention = "stock"
+    row_floor = 8
 
     def __init__(self, *, eos=(EOS,), max_position_embeddings: int = MAX_LEN) -> None:
         self.config = SimpleNamespace(
@@ -83,6 +87,7 @@ class FakeModel:
             eos_token_ids=eos,
         )
         self.salt: int | None = None
+        self.recording = False  # the engine measures or records: no step runs
         self.forwards = 0
         self.rows_seen: list[int] = []  # live rows per step
         self.fail_at: int | None = None  # forward call that raises
@@ -105,7 +110,43 @@ class FakeModel:
     def weight_checksum(self) -> str:
         return str(self.salt)
 
-    def forward(self, token_ids_T, paged, k_pages, v_pages):
+    @contextlib.contextmanager
+    def any_weights(self):
+        salt, self.salt, self.recording = self.salt, self.salt or 0, True
+        yield
+        self.salt, self.recording = salt, False
+
+    def _decode(self, token_ids_T, batch, k_pages, v_pages):
+        """A `DecodeBatch`: the rows of the null slot are inert, the others are a step of their own."""
+        positions = batch.position_T.numpy()
+        assert (batch.slot_T.numpy() >= 0).all()
+        null = (batch.gpu.block_table_SM[:, 0] == 0).numpy()
+        assert (batch.gpu.context_len_S.numpy() == positions + 1).all()
+        assert (positions[null] == 0).all()
+        assert (batch.slot_T.numpy()[null] == 0).all()
+        assert (token_ids_T.numpy()[null] == 0).all(), "a padding row left a token in the null slot"
+        hidden = torch.zeros(len(positions), 2, dtype=torch.float64)
+        live = np.flatnonzero(~null)
+        if len(live) == 0:
+            return hidden
+        padding = -len(live) % self.row_floor
+        pad = torch.nn.functional.pad
+        at = torch.from_numpy(live)
+        step = SimpleNamespace(
+            slot_T=pad(batch.slot_T[at], (0, padding)),
+            position_T=pad(batch.position_T[at], (0, padding)),
+            query_start_S1=torch.arange(len(live) + 1),
+            context_len_S=batch.position_T[at] + 1,
+            block_table_SM=batch.gpu.block_table_SM[at],
+        )
+        hidden[at] = self.forward(pad(token_ids_T[at], (0, padding)), step, k_pages, v_pages)[: len(live)]
+        return hidden
+
+    def forward(self, token_ids_T, paged, k_pages, v_pages, chosen=None):
+        if isinstance(paged, DecodeBatch):
+            return self._decode(token_ids_T, paged, k_pages, v_pages)
+        if self.recording:
+            return torch.zeros(len(token_ids_T), 2, dtype=torch.float64)
         self.forwards += 1
         if self.fail_at is not None and self.forwards >= self.fail_at:
             raise FloatingPointError(f"forward {self.forwards} failed")
@@ -148,7 +189,12 @@ class FakeModel:
                 logits[row] = float("nan")
         return logits
 
-    def sample(self, logits_BV, sampling):
-        return draw(
+    def draw(self, hidden_BD, sampling, cut_R=None):
+        logits_BV = self.logits(hidden_BD)
+        broken_B = ~torch.isfinite(logits_BV.amax(dim=-1))
+        logits_BV[broken_B] = 0.0
+        sampled = draw(
             logits_BV.numpy(), sampling.temperature_B.numpy(), sampling.seed_B.numpy(), sampling.position_B.numpy()
         )
+        sampled.log_prob_B[broken_B] = torch.nan
+        return sampled

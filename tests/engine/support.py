@@ -9,9 +9,9 @@ from verl_tim.engine import Engine, EngineConfig, RequestOutput, SamplingParams
 from verl_tim.engine.core import default_seed
 
 
-def fake_engine(model: FakeModel | None = None, **settings) -> Engine:
+def fake_engine(model: FakeModel | None = None, *, device=None, **settings) -> Engine:
     defaults = {"model_path": "fake", "numerics": "stock", "page_size": 4, "kv_cache_tokens": 256, "max_num_seqs": 8}
-    return Engine(EngineConfig(**{**defaults, **settings}), model=model or FakeModel())
+    return Engine(EngineConfig(**{**defaults, **settings}), model=model or FakeModel(), device=device)
 
 
 def run_all(engine: Engine, *, audit: bool = True, max_steps: int = 100_000) -> dict[str, RequestOutput]:

@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 
+from tests.engine.deferred_device import DeferredDevice
 from tests.engine.fake_model import VOCAB, FakeModel
 from tests.engine.support import check_output, fake_engine, random_prompts
 from verl_tim.engine import AsyncEngine, EngineDeadError, EngineStateError, RequestError, SamplingParams
@@ -28,6 +29,8 @@ class GatedModel(FakeModel):
         self.busy = False
 
     def forward(self, *args):
+        if self.recording:
+            return super().forward(*args)
         self.busy = True
         self.inside.set()
         assert self.go_on.wait(10)
@@ -41,12 +44,14 @@ class GatedModel(FakeModel):
         assert not self.busy, "a step began while weights changed"
 
 
-@pytest.fixture
-def make_engine():
+@pytest.fixture(params=["plain", "ahead"])
+def make_engine(request):
+    """Engines of both runners: one step at a time, and one launched while the last one runs."""
     made = []
 
     def make(model=None, **settings) -> AsyncEngine:
-        engine = fake_engine(model, **{"kv_cache_tokens": 4096, **settings})
+        device = DeferredDevice() if request.param == "ahead" else None
+        engine = fake_engine(model, device=device, **{"kv_cache_tokens": 4096, **settings})
         made.append(AsyncEngine(engine.config, engine=engine))
         return made[-1]
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.engine.deferred_device import DeferredDevice
 from tests.engine.support import random_prompts, run_all
 from tests.engine.tiny_models import EOS, VOCAB, hf_model, save
 from verl_tim.engine import Engine, EngineConfig, SamplingParams
@@ -40,9 +41,10 @@ def folders(tmp_path_factory):
     return {kind: save(kind, tmp_path_factory.mktemp(kind)) for kind in ("qwen3", "qwen3_moe")}
 
 
-def make(folder, dtype: str, **settings) -> Engine:
+def make(folder, dtype: str, *, ahead: bool = False, **settings) -> Engine:
     defaults = {"kv_cache_tokens": 4096, "max_num_seqs": 16, "numerics": "contract"}
-    return Engine(EngineConfig(str(folder), dtype=dtype, **{**defaults, **settings}))
+    device = DeferredDevice() if ahead else None
+    return Engine(EngineConfig(str(folder), dtype=dtype, **{**defaults, **settings}), device=device)
 
 
 def run(engine: Engine, indices=ALL):
@@ -92,6 +94,11 @@ SCHEDULES = [
     {"kv_cache_tokens": 160, "page_size": 3, "max_num_batched_tokens": 33, "preempts": True},
     {"enable_prefix_cache": True, "hits": True},
     {"enable_prefix_cache": True, "kv_cache_tokens": 160, "page_size": 7, "preempts": True},
+    {"ahead": True},
+    {"ahead": True, "enforce_eager": True, "max_num_batched_tokens": 64},
+    {"ahead": True, "max_num_seqs": 3, "page_size": 5, "max_prefill_chunk": 7},
+    {"ahead": True, "kv_cache_tokens": 160, "page_size": 4, "preempts": True},
+    {"ahead": True, "enable_prefix_cache": True, "max_num_batched_tokens": 33, "hits": True},
 ]
 
 

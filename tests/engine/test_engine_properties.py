@@ -21,12 +21,15 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from tests.engine.deferred_device import DeferredDevice
 from tests.engine.fake_model import VOCAB
 from tests.engine.support import check_output, fake_engine
 from verl_tim.engine import SamplingParams
 
 
 class EngineMachine(RuleBasedStateMachine):
+    ahead = False  # whether the engine launches a step while the one before runs
+
     @initialize(
         page_size=st.sampled_from([1, 3, 4, 16]),
         pool_tokens=st.sampled_from([32, 48, 96]),
@@ -35,9 +38,11 @@ class EngineMachine(RuleBasedStateMachine):
         seqs=st.sampled_from([1, 4, 16, 16]),
         watermark=st.sampled_from([0.0, 0.0, 0.3]),
         caching=st.booleans(),
+        early=st.sampled_from([0.0, 0.3, 1.0]),
     )
-    def start(self, page_size, pool_tokens, budget, chunk, seqs, watermark, caching):
+    def start(self, page_size, pool_tokens, budget, chunk, seqs, watermark, caching, early):
         self.engine = fake_engine(
+            device=DeferredDevice(early=early) if self.ahead else None,
             page_size=page_size,
             kv_cache_tokens=pool_tokens,
             max_num_batched_tokens=budget,
@@ -85,12 +90,21 @@ class EngineMachine(RuleBasedStateMachine):
             before = self.engine.stats().steps
             had_work = self.engine.has_work()
             self.collect(self.engine.step())
-            assert (self.engine.stats().steps > before) == had_work, "a step with work must run"
+            stats = self.engine.stats()
+            if not self.ahead:
+                assert (stats.steps > before) == had_work, "a step with work must run"
             self.engine.audit()
+
+    def settle(self):
+        """What is in flight ends before another verb acts: then nobody ends unseen in it."""
+        self.collect(self.engine.drain())
 
     @precondition(lambda self: self.pending)
     @rule(data=st.data(), count=st.integers(1, 3))
     def abort_some(self, data, count):
+        self.settle()
+        if not self.pending:
+            return
         chosen = data.draw(st.lists(st.sampled_from(sorted(self.pending)), unique=True, max_size=count))
         outputs = self.engine.abort([*chosen, "never seen"])
         assert {output.request_id for output in outputs} == set(chosen)
@@ -98,6 +112,8 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(kind=st.sampled_from(["update", "update and abort", "sleep", "clear", "abort all"]))
     def disrupt(self, kind):
+        if "abort" in kind:
+            self.settle()
         if kind.startswith("update"):
             self.version += 1
             in_flight = "abort" if "abort" in kind else "keep"
@@ -120,7 +136,8 @@ class EngineMachine(RuleBasedStateMachine):
         if not hasattr(self, "engine"):
             return
         self.engine.audit()
-        assert set(self.engine.request_ids()) == set(self.pending)
+        unseen = {output.request_id for output in self.engine._ready}
+        assert set(self.engine.request_ids()) | unseen == set(self.pending)
 
     def teardown(self):
         if not hasattr(self, "engine"):
@@ -136,15 +153,24 @@ class EngineMachine(RuleBasedStateMachine):
         assert np.all(self.engine._rows.page_SM == 0)
 
 
+class AheadMachine(EngineMachine):
+    """The same promises where a step is launched while the one before it runs."""
+
+    ahead = True
+
+
 TestEngineMachine = EngineMachine.TestCase
+TestAheadMachine = AheadMachine.TestCase
+TestAheadMachine.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)
 TestEngineMachine.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)
 
 
+@pytest.mark.parametrize("kind", [EngineMachine, AheadMachine])
 @pytest.mark.parametrize("seed", range(8))
-def test_heavy_traffic_in_a_small_pool(seed):
+def test_heavy_traffic_in_a_small_pool(seed, kind):
     """The same promises where the pool is always short: arrivals, aborts and weight updates amid many preemptions."""
     rng = np.random.default_rng(seed)
-    machine = EngineMachine()
+    machine = kind()
     machine.start(
         page_size=int(rng.choice([1, 3, 4])),
         pool_tokens=48,
@@ -153,11 +179,13 @@ def test_heavy_traffic_in_a_small_pool(seed):
         seqs=16,
         watermark=0.0,
         caching=seed % 3 > 0,
+        early=seed / 7,
     )
     for _ in range(25):
         tails = [rng.integers(2, VOCAB, rng.integers(0, 3)).tolist() for _ in range(2)]
         machine.add(int(rng.integers(2)), int(rng.integers(1, 20)), tails, int(rng.integers(4, 25)), 1.0)
         machine.step(int(rng.integers(1, 8)))
+        machine.settle()
         if rng.random() < 0.2 and machine.pending:
             machine.collect(machine.engine.abort([rng.choice(sorted(machine.pending))]), reason="abort")
         if rng.random() < 0.05:
@@ -170,5 +198,6 @@ def test_heavy_traffic_in_a_small_pool(seed):
 
 
 @pytest.mark.slow
-def test_many_more_orders():
-    run_state_machine_as_test(EngineMachine, settings=settings(max_examples=150, stateful_step_count=30, deadline=None))
+@pytest.mark.parametrize("kind", [EngineMachine, AheadMachine])
+def test_many_more_orders(kind):
+    run_state_machine_as_test(kind, settings=settings(max_examples=150, stateful_step_count=30, deadline=None))

@@ -19,7 +19,7 @@ class WatchedModel(FakeModel):
         super().__init__()
         self.seen: list[dict] = []
 
-    def forward(self, token_ids_T, paged, k_pages, v_pages):
+    def forward(self, token_ids_T, paged, k_pages, v_pages, chosen=None):
         self.seen.append(
             {
                 "pointers": tuple(

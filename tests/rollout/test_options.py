@@ -42,6 +42,14 @@ def test_verls_keys_reach_the_engine():
     assert options(name="stock").engine.numerics == "stock"
 
 
+def test_a_gpu_takes_verls_memory_share_and_eager_switch():
+    asked = config(gpu_memory_utilization=0.6, enforce_eager=True)
+    on_gpu = rollout_options(asked, model_path="/model", max_position_embeddings=128, device="cuda:0").engine
+    assert (on_gpu.gpu_memory_utilization, on_gpu.enforce_eager) == (0.6, True)
+    on_cpu = rollout_options(asked, model_path="/model", max_position_embeddings=128, device="cpu").engine
+    assert (on_cpu.gpu_memory_utilization, on_cpu.enforce_eager) == (None, False)
+
+
 def test_options_of_another_rollout_are_not_read():
     assert options(engine_kwargs={"stock": {"page_size": 4}}).engine.page_size == 16
 

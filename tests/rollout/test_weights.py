@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_tim.rollout.weights import Unpacker, WeightStreamError, pack, send
+from verl_tim.rollout.shared_buckets import SharedBuffers, device_identity, pack_shared
+from verl_tim.rollout.weights import Bucket, Unpacker, WeightStreamError, pack, send
 
 SHAPES = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1, max_size=6)
 
@@ -148,3 +149,65 @@ def test_bytes_sent_are_counted_and_one_bucket_is_in_flight_at_a_time():
     sent = asyncio.run(send(Gather(10), bucket_bytes=1024, dtype=torch.bfloat16, deliver=deliver))
     assert sent >= 10 * 200
     assert most == 1
+
+
+class Exchange:
+    """Stands for CUDA IPC: the receiver opens the sender's very buffer, by its handle."""
+
+    def __init__(self) -> None:
+        self.buffers: list[torch.Tensor] = []
+        self.opened = 0
+
+    def share(self, buffer: torch.Tensor) -> tuple[int]:
+        self.buffers.append(buffer)
+        return (len(self.buffers) - 1,)
+
+    def open(self, handle, device) -> torch.Tensor:
+        self.opened += 1
+        return self.buffers[handle[0]]
+
+
+async def through_shared(stream, bucket_bytes, dtype):
+    """As a server does it: late, while the next bucket is packed; done with a bucket only when it says so."""
+    exchange, unpacker, arrived, numbers = Exchange(), Unpacker(), [], []
+    buffers = SharedBuffers(torch.device("cpu"), exchange.open)
+
+    async def deliver(bucket):
+        await asyncio.sleep(0)
+        numbers.append(bucket.number)
+        assert bucket.data is None
+        for name, tensor in unpacker.unpack(bucket, buffers.data(bucket)):
+            await asyncio.sleep(0)
+            arrived.append((name, tensor.clone()))
+        buffers.done()
+
+    def packing(weights, nbytes, kind):
+        return pack_shared(weights, nbytes, kind, torch.device("cpu"), share=exchange.share)
+
+    sent = await send(stream, bucket_bytes=bucket_bytes, dtype=dtype, deliver=deliver, packing=packing)
+    unpacker.finish()
+    assert len(exchange.buffers) == 2
+    assert exchange.opened == min(2, len(numbers))
+    return arrived, numbers, sent
+
+
+@settings(max_examples=60, deadline=None)
+@given(shapes=SHAPES, bucket_bytes=st.integers(64, 600), dtype=st.sampled_from([torch.bfloat16, torch.float32]))
+def test_round_trip_through_shared_buffers(shapes, bucket_bytes, dtype):
+    weights = list(tensors(shapes, (torch.float32, torch.bfloat16)))
+    arrived, numbers, sent = asyncio.run(through_shared(iter(weights), bucket_bytes, dtype))
+    assert [name for name, _ in arrived] == [name for name, _ in weights]
+    for (_, got), (_, want) in zip(arrived, weights, strict=True):
+        assert got.dtype == dtype
+        assert torch.equal(got, want.to(dtype))
+    assert numbers == list(range(len(numbers)))
+    assert sent == sum(want.numel() for _, want in weights) * dtype.itemsize
+
+
+def test_a_bucket_without_bytes_is_refused():
+    with pytest.raises(WeightStreamError, match="bucket 3 holds neither data nor a shared buffer"):
+        SharedBuffers(torch.device("cpu")).data(Bucket(3))
+
+
+def test_a_cpu_shares_with_nobody():
+    assert device_identity(torch.device("cpu")) == ""

@@ -41,11 +41,15 @@ _STOP_POLL_SECONDS = 0.1
 
 @dataclasses.dataclass
 class _Command:
-    """``run`` in the stepping thread; it gets the future if it resolves it itself later, else its result does."""
+    """``run`` in the stepping thread; it gets the future if it resolves it itself later, else its result does.
+
+    settles: the engine waits for the step in flight before it.
+    """
 
     run: Callable[[concurrent.futures.Future], Any]
     future: concurrent.futures.Future
     deferred: bool = False
+    settles: bool = True
 
 
 class AsyncEngine:
@@ -87,7 +91,9 @@ class AsyncEngine:
             EngineStateError: the engine has no weights.
             EngineDeadError: the engine failed; ``__cause__`` says how.
         """
-        future = self._send(lambda future: self._admit(request_id, prompt_ids, params, future), deferred=True)
+        future = self._send(
+            lambda future: self._admit(request_id, prompt_ids, params, future), deferred=True, settles=False
+        )
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
@@ -195,14 +201,19 @@ class AsyncEngine:
 
     async def stats(self) -> EngineStats:
         return await self._call(
-            lambda: dataclasses.replace(stats := self._engine.stats(), finished=dict(stats.finished))
+            lambda: dataclasses.replace(stats := self._engine.stats(), finished=dict(stats.finished)), settles=False
         )
 
     async def describe(self) -> dict[str, Any]:
-        return await self._call(self._engine.describe)
+        return await self._call(self._engine.describe, settles=False)
 
     async def weight_checksum(self) -> str:
         return await self._call(self._engine.weight_checksum)
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """As `Engine.moe_layers`."""
+        return self._engine.moe_layers
 
     @property
     def weight_version(self) -> int:
@@ -225,22 +236,24 @@ class AsyncEngine:
 
     # Callers' side of the inbox.
 
-    def _send(self, run: Callable[[concurrent.futures.Future], Any], *, deferred: bool) -> concurrent.futures.Future:
+    def _send(
+        self, run: Callable[[concurrent.futures.Future], Any], *, deferred: bool, settles: bool
+    ) -> concurrent.futures.Future:
         future: concurrent.futures.Future = concurrent.futures.Future()
         with self._condition:
             if self._ended is not None:
                 raise self._dead()
-            self._post(_Command(run, future, deferred))
+            self._post(_Command(run, future, deferred, settles))
         return future
 
     def _post(self, command: _Command) -> None:
         self._inbox.append(command)
         self._condition.notify()
 
-    async def _call(self, run: Callable[[], T], *, own_errors: bool = False) -> T:
+    async def _call(self, run: Callable[[], T], *, own_errors: bool = False, settles: bool = True) -> T:
         """Run a verb in the stepping thread. With ``own_errors`` whatever it raises is the caller's alone."""
         guarded = (lambda _: run()) if own_errors else _guard(run)
-        return await asyncio.wrap_future(self._send(guarded, deferred=False))
+        return await asyncio.wrap_future(self._send(guarded, deferred=False, settles=settles))
 
     @staticmethod
     def _check_tags(tags: Sequence[str]) -> None:
@@ -259,6 +272,8 @@ class AsyncEngine:
                     if self._stop:
                         raise _Stopped("the engine was shut down")
                 while self._inbox:
+                    if self._inbox[0].settles:
+                        self._resolve(self._engine.drain())
                     self._run(self._inbox.popleft())
                 if self._can_step():
                     self._resolve(self._engine.step())

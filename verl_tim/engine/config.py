@@ -25,12 +25,18 @@ class EngineConfig:
         dtype: "bfloat16" or "float32": weights, activations and KV cache.
         numerics: "contract" (log-probs equal to the trainer's bit for bit) or "stock" (plain PyTorch kernels).
         device: "cpu", or "cuda" with an index.
+        attention: the attention contract, "auto", "chunk64" or "fa3" (`numerics.attention.resolve_attention`); the
+            trainer's must be the same.
         page_size: tokens per KV page.
         kv_cache_tokens: tokens the KV pool holds (rounded down to whole pages). None derives it from kv_cache_bytes, or
             where that is None too, from the device's free memory times kv_memory_fraction, but never more than
             max_num_seqs sequences of max_model_len.
         kv_cache_bytes: bytes of the KV pool.
         kv_memory_fraction: share of the memory that is free after the weights are loaded.
+        gpu_memory_utilization: on a GPU, share of all its memory that this engine may hold, weights, graphs and
+            activations included; the KV pool gets the rest of that share (memory.py). It takes the place of
+            kv_memory_fraction where the pool's size is not given.
+        enforce_eager: on a GPU, record no CUDA graphs.
         max_num_seqs: most sequences in a step.
         max_num_batched_tokens: most token rows in a step, decode and prefill together; a longer prefill is cut.
         max_prefill_chunk: most rows of one sequence in a step; None leaves the cut to the token budget.
@@ -49,10 +55,13 @@ class EngineConfig:
     dtype: str = "bfloat16"
     numerics: Numerics = "contract"
     device: str = "cpu"
+    attention: str = "auto"
     page_size: int = 16
     kv_cache_tokens: int | None = None
     kv_cache_bytes: int | None = None
     kv_memory_fraction: float = 0.3
+    gpu_memory_utilization: float | None = None
+    enforce_eager: bool = False
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
     max_prefill_chunk: int | None = None
@@ -83,13 +92,16 @@ class EngineConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise EngineConfigError(f"{name}={value!r}: expected a fraction")
+        share = self.gpu_memory_utilization
+        if share is not None and (isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1):
+            raise EngineConfigError(f"gpu_memory_utilization={share!r}: expected a fraction in (0, 1]")
         if not 0 < self.kv_memory_fraction <= 1:
             raise EngineConfigError(f"kv_memory_fraction={self.kv_memory_fraction}: expected a fraction in (0, 1]")
         if not 0 <= self.watermark < 1:
             raise EngineConfigError(f"watermark={self.watermark}: expected a fraction in [0, 1)")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise EngineConfigError(f"seed={self.seed!r}: expected an integer")
-        for name in ("enable_prefix_cache", "load_weights"):
+        for name in ("enable_prefix_cache", "load_weights", "enforce_eager"):
             if not isinstance(getattr(self, name), bool):
                 raise EngineConfigError(f"{name}={getattr(self, name)!r}: expected true or false")
 

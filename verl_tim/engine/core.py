@@ -60,6 +60,8 @@ class SamplingParams:
         ignore_eos: draw on past the model's end-of-sequence tokens; stop_token_ids still stop.
         repetition_penalty: only 1.0. A penalty makes the sampled distribution depend on the history in a way that the
             trainer's log-prob does not know, so any other value would be a mismatch by construction.
+        record_routes: keep the experts that each sparse layer chose for each drawn token; nothing in a dense model,
+            nor by the runner of a GPU, whose recorded steps do not give them out.
 
     Raises:
         RequestError: a value is out of range or of the wrong type; the message names it.
@@ -74,6 +76,7 @@ class SamplingParams:
     max_tokens: int | None = None
     ignore_eos: bool = False
     repetition_penalty: float = 1.0
+    record_routes: bool = False
 
     def __post_init__(self) -> None:
         def put(name: str, value: Any) -> None:
@@ -110,8 +113,9 @@ class SamplingParams:
             put("max_tokens", _integer("max_tokens", self.max_tokens))
             if self.max_tokens < 1:
                 raise RequestError(f"max_tokens={self.max_tokens}: expected at least 1, or None for the whole context")
-        if not isinstance(self.ignore_eos, (bool, np.bool_)):
-            raise RequestError(f"ignore_eos={self.ignore_eos!r}: expected true or false")
+        for name in ("ignore_eos", "record_routes"):
+            if not isinstance(getattr(self, name), (bool, np.bool_)):
+                raise RequestError(f"{name}={getattr(self, name)!r}: expected true or false")
         put("repetition_penalty", _number("repetition_penalty", self.repetition_penalty))
         if self.repetition_penalty != 1.0:
             raise RequestError(
@@ -250,6 +254,7 @@ class Request:
     page_keys: list[bytes] = field(default_factory=list)  # prefix cache: keys of its full pages, under page_root
     page_root: bytes = b""
     num_registered: int = 0  # of its pages, how many the cache was told about since it runs
+    routes: list[np.ndarray] = field(default_factory=list)  # int16 (layers, k) per drawn token, where they are recorded
 
     def __post_init__(self) -> None:
         assert (self.prompt_P.ndim, self.prompt_P.dtype) == (1, np.int64)
@@ -295,6 +300,7 @@ class Request:
             num_preempted=self.num_preempted,
             prompt_len=self.prompt_len,
             num_cached_tokens=self.num_cached_tokens,
+            routes_NLK=np.stack(self.routes) if self.routes else None,
             error=error,
         )
 
@@ -312,6 +318,8 @@ class RequestOutput:
         finish_reason: "stop" (end-of-sequence or stop token), "length", "abort", or "error" (then ``error`` says why).
         num_preempted: how often the request gave its KV pages to older ones and was recomputed.
         num_cached_tokens: prompt tokens whose KV was taken from the prefix cache.
+        routes_NLK: int16, the experts that each sparse layer chose in the row that drew the token, most probable first;
+            None where they were not asked for, nothing was drawn, or the model is dense.
     """
 
     request_id: str
@@ -324,6 +332,7 @@ class RequestOutput:
     num_preempted: int
     prompt_len: int
     num_cached_tokens: int = 0
+    routes_NLK: np.ndarray | None = None
     error: RequestError | None = None
 
     def __post_init__(self) -> None:
@@ -331,4 +340,6 @@ class RequestOutput:
             len(values)
             for values in (self.token_ids, self.log_probs, self.kept_mass, self.top1_ids, self.weight_versions)
         }
+        if self.routes_NLK is not None:
+            lengths.add(len(self.routes_NLK))
         assert len(lengths) == 1, f"request {self.request_id}: unequal lengths {lengths}"

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import psutil
 import torch
+from tqdm import tqdm
 
 from verl_tim.engine.config import EngineConfig
 from verl_tim.engine.core import (
@@ -27,8 +28,11 @@ from verl_tim.engine.core import (
     as_token_ids,
     default_seed,
 )
+from verl_tim.engine.device import CudaDevice, Device
 from verl_tim.engine.errors import EngineConfigError, EngineDeadError, EngineStateError, RequestError
+from verl_tim.engine.graph_runner import GraphRunner, Launched
 from verl_tim.engine.kv_cache import PagePool
+from verl_tim.engine.memory import MemoryUse
 from verl_tim.engine.rows import RowTable
 from verl_tim.engine.runner import ModelRunner, RunnableModel
 from verl_tim.engine.scheduler import Scheduler
@@ -44,16 +48,32 @@ InFlight = Literal["keep", "abort"]
 class Engine:
     """A rollout engine on one device; not thread-safe.
 
+    On a GPU it looks ahead: a step is launched while the one before it runs, and :meth:`step` returns what ended in
+    that one. Every verb but `add` first waits for what is in flight, so none meets a step halfway.
+
     Args:
         config: settings.
         model: a model made elsewhere; None builds config.model_path's.
+        device: runs the steps of a graph runner; None: CUDA on a GPU, else the plain runner.
 
     Raises:
         EngineConfigError: settings that contradict each other or the model.
     """
 
-    def __init__(self, config: EngineConfig, *, model: RunnableModel | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, *, model: RunnableModel | None = None, device: Device | None = None
+    ) -> None:
         self.config = config
+        self._in_flight: Launched | None = None
+        self._ready: list[RequestOutput] = []  # ended in a step that another verb waited for
+        if device is None and (where := _device(config.device)).type == "cuda":
+            device = CudaDevice(where)
+        if device is None and config.gpu_memory_utilization is not None:
+            raise EngineConfigError(
+                f"gpu_memory_utilization={config.gpu_memory_utilization} is a share of a GPU, and device="
+                f"{config.device!r}: leave it out; kv_memory_fraction, kv_cache_tokens or kv_cache_bytes size the pool"
+            )
+        free_before = 0 if device is None else device.free_and_total()[0]
         if model is None:
             model = _build_model(config)
         self._model = model
@@ -65,28 +85,74 @@ class Engine:
         self.max_model_len = self._context_length()
         self.vocab_size = int(model.config.vocab_size)
         self._eos_ids = _as_ids(model.config.eos_token_ids)
-        num_pages = self._num_pages()
-        self._stats = EngineStats(total_pages=num_pages, min_free_pages=num_pages)
+        self._stats = EngineStats()
         self._rows = RowTable(config.max_num_seqs, self.max_model_len, config.page_size)
+        budget = config.max_num_batched_tokens
+        self._runner: ModelRunner
+        self._graph_runner: GraphRunner | None = None
+        if device is None:
+            num_pages = self._num_pages()
+            self._runner = ModelRunner(
+                model, self._rows, self._stats, num_pages=num_pages, max_num_batched_tokens=budget
+            )
+            self._runner.allocate_kv_cache()
+        else:
+            self._runner = self._graph_runner = GraphRunner(
+                model, self._rows, self._stats, device,
+                num_pages=1, max_num_batched_tokens=budget,
+                # stock kernels read lengths back, which nothing can record
+                use_graphs=not config.enforce_eager and (model.numerics == "contract" or device.records_anything),
+            )  # fmt: skip
+            with model.any_weights():
+                num_pages = self._start_graph_runner(self._graph_runner, device, free_before)
+        self._stats.total_pages = self._stats.min_free_pages = num_pages
         self._pool = PagePool(num_pages)
         self._scheduler = Scheduler(
             self._rows,
             self._pool,
             self._stats,
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_batched_tokens=budget,
             max_prefill_chunk=config.max_prefill_chunk,
             watermark=config.watermark,
             enable_prefix_cache=config.enable_prefix_cache,
         )
-        self._runner = ModelRunner(
-            model, self._rows, self._stats, num_pages=num_pages, max_num_batched_tokens=config.max_num_batched_tokens
-        )
-        self._runner.allocate_kv_cache()
         self._weight_version = 0
         self._scheduler.start_version(0)
         self._arrivals = 0
         self._failure: BaseException | None = None
         logger.info("engine ready: %s", self.describe())
+
+    def _start_graph_runner(self, runner: GraphRunner, device: Device, free_before: int) -> int:
+        """Size and make the KV pool, record the graphs; the number of pages."""
+        config = self.config
+        if config.gpu_memory_utilization is None or config.kv_cache_tokens or config.kv_cache_bytes:
+            num_pages = self._num_pages()
+        else:
+            runner.allocate_kv_cache()  # of one page, to run on
+            free, total = device.free_and_total()
+            use = MemoryUse(
+                total=total,
+                free=free,
+                held=max(0, free_before - free),
+                activations=runner.activation_bytes(config.max_num_batched_tokens),
+                graphs=runner.graph_bytes(),
+            )
+            runner.release_kv_cache()
+            num_pages = self._pages_of(use.kv_bytes(config.gpu_memory_utilization), "gpu_memory_utilization")
+            logger.info("device memory: %s", use)
+        runner.set_num_pages(num_pages)
+        runner.allocate_kv_cache()
+        with tqdm(total=0, desc="recording decode graphs", unit="graph", disable=None) as bar:
+
+            def progress(done: int, total: int) -> None:
+                bar.total = total
+                bar.update()
+
+            began = time.perf_counter()
+            runner.record_graphs(progress)
+            seconds = time.perf_counter() - began
+            logger.info("recorded %d decode graphs in %.1f s", len(runner.recorded_graphs), seconds)
+        return num_pages
 
     # Requests.
 
@@ -153,7 +219,7 @@ class Engine:
         )
 
     def has_work(self) -> bool:
-        return self._scheduler.has_work()
+        return self._scheduler.has_work() or self._in_flight is not None or bool(self._ready)
 
     def request_ids(self) -> list[str]:
         """Ids of all unfinished requests, running ones first."""
@@ -172,6 +238,8 @@ class Engine:
             raise EngineStateError(self._no_weights)
         if not self._runner.has_kv_cache:
             raise EngineStateError("the KV cache is released; call resume_kv_cache() first")
+        if self._graph_runner is not None:
+            return self._step_ahead(self._graph_runner)
         began = time.perf_counter()
         try:
             plan = self._scheduler.schedule()
@@ -189,13 +257,54 @@ class Engine:
         self._stats.post_seconds += time.perf_counter() - ran
         return outputs
 
+    def _step_ahead(self, runner: GraphRunner) -> list[RequestOutput]:
+        """Launch the next step, then wait for the one before."""
+        began = time.perf_counter()
+        launched = None
+        try:
+            plan = self._scheduler.schedule()
+            self._stats.schedule_seconds += time.perf_counter() - began
+            if plan is not None:
+                launched = runner.launch(plan, self._weight_version)
+                self._scheduler.advance(plan)
+                self._stats.steps += 1
+        except BaseException as error:
+            self._failure = error
+            raise
+        self._settle()
+        self._in_flight = launched
+        outputs, self._ready = self._ready, []
+        return outputs
+
+    def _settle(self) -> None:
+        """Wait for the step in flight, if there is one, and book it."""
+        if self._in_flight is None or self._graph_runner is None:
+            return
+        launched, self._in_flight = self._in_flight, None
+        try:
+            drawn = self._graph_runner.collect(launched)
+            began = time.perf_counter()
+            self._ready += self._scheduler.collect(launched.plan, drawn, launched.weight_version)
+        except BaseException as error:
+            self._failure = error
+            raise
+        self._stats.post_seconds += time.perf_counter() - began
+
+    def drain(self) -> list[RequestOutput]:
+        """Wait for the step in flight; the requests that ended in it. When this returns no step is running."""
+        self._check_alive()
+        self._settle()
+        outputs, self._ready = self._ready, []
+        return outputs
+
     def abort(self, request_ids: Iterable[str] | str | None = None) -> list[RequestOutput]:
         """End the named requests (None: all) with finish_reason "abort" and what they drew. Unknown ids are skipped."""
+        self._check_alive()
+        self._settle()
         if request_ids is None:
             request_ids = self._scheduler.request_ids()
         elif isinstance(request_ids, str):
             request_ids = [request_ids]
-        self._check_alive()
         return self._scheduler.abort(dict.fromkeys(request_ids))
 
     def _check_alive(self) -> None:
@@ -208,6 +317,12 @@ class Engine:
     def model(self) -> RunnableModel:
         """The model that runs here; for diagnosis, between steps."""
         return self._model
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """Numbers of the model's sparse layers, those of `RequestOutput.routes_NLK` in its order."""
+        moe = getattr(self._model.config, "moe", None)
+        return () if moe is None else tuple(sorted(moe.layers))
 
     # Weights and memory.
 
@@ -250,6 +365,7 @@ class Engine:
         if isinstance(version, bool) or not isinstance(version, int):
             raise ValueError(f"version={version!r}: expected an integer")
         self._check_alive()
+        self._settle()
         outputs = self.abort() if in_flight == "abort" else []
         try:
             self._model.load_weights(weights)
@@ -273,6 +389,7 @@ class Engine:
 
     def clear_kv_cache(self) -> None:
         """Forget all KV: the prefix cache is emptied, running requests are recomputed."""
+        self._settle()
         self._scheduler.preempt_all()
         self._pool.forget()
 
@@ -280,6 +397,8 @@ class Engine:
         """Free the weights; the engine runs again after :meth:`update_weights`."""
         self.clear_kv_cache()
         self._model.release_weights()
+        if self._graph_runner is not None:
+            self._graph_runner.forget_graphs()  # last, since it hands the device what is free by then
         self._no_weights = "the weights are released; call update_weights first"
 
     def weight_checksum(self) -> str:
@@ -303,7 +422,7 @@ class Engine:
     def describe(self) -> dict[str, Any]:
         """What runs here, for a run's manifest: plain values only."""
         model, config = self._model, self.config
-        contract = contract_id(model.device, model.dtype) if model.numerics == "contract" else None
+        contract = contract_id(model.device, model.dtype, model.attention) if model.numerics == "contract" else None
         return {
             "model_path": config.model_path,
             "architecture": getattr(model.config, "architecture", None),
@@ -322,6 +441,7 @@ class Engine:
             "max_model_len": self.max_model_len,
             "enable_prefix_cache": config.enable_prefix_cache,
             "watermark": config.watermark,
+            "decode_graphs": [] if self._graph_runner is None else self._graph_runner.recorded_graphs,
             "seed": config.seed,
             "eos_token_ids": list(self._eos_ids),
             "weight_version": self._weight_version,
@@ -350,15 +470,19 @@ class Engine:
 
     def _num_pages(self) -> int:
         config = self.config
-        page_bytes = ModelRunner.page_bytes(self._model, config.page_size)
         if config.kv_cache_tokens is not None:
             return config.kv_cache_tokens // config.page_size
         if config.kv_cache_bytes is not None:
-            pages, key = config.kv_cache_bytes // page_bytes - 1, "kv_cache_bytes"  # the null page takes one
-        else:
-            room = int(_free_bytes(self._model.device) * config.kv_memory_fraction)
-            most = config.max_num_seqs * -(-self.max_model_len // config.page_size)
-            pages, key = min(room // page_bytes - 1, most), "kv_memory_fraction"
+            return self._pages_of(config.kv_cache_bytes, "kv_cache_bytes", limited=False)
+        return self._pages_of(int(_free_bytes(self._model.device) * config.kv_memory_fraction), "kv_memory_fraction")
+
+    def _pages_of(self, nbytes: int, key: str, *, limited: bool = True) -> int:
+        """Pages in ``nbytes``, at most what ``max_num_seqs`` longest sequences can use where ``limited``."""
+        config = self.config
+        page_bytes = ModelRunner.page_bytes(self._model, config.page_size)
+        pages = nbytes // page_bytes - 1  # the null page takes one
+        if limited:
+            pages = min(pages, config.max_num_seqs * -(-self.max_model_len // config.page_size))
         if pages < 1:
             raise EngineConfigError(
                 f"{key}={getattr(config, key)} leaves no room for a KV page of {page_bytes} bytes; raise {key}"
@@ -372,6 +496,7 @@ def _build_model(config: EngineConfig) -> RunnableModel:
         dtype=getattr(torch, config.dtype),
         device=_device(config.device),
         numerics=config.numerics,
+        attention=config.attention,
     )
     if config.numerics == "contract":
         model.probe()  # refuses a machine or a process whose kernels do not keep the contract

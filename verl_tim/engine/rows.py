@@ -32,8 +32,10 @@ class RowTable:
         self.order = np.empty(0, np.int64)  # slots in use, oldest request first
         self._free_slots = list(range(slots - 1, -1, -1))
 
-        self.num_tokens_S = np.zeros(slots, np.int64)  # known: prompt and drawn
-        self.num_computed_S = np.zeros(slots, np.int64)  # of those, with KV in the pool
+        self.num_tokens_S = np.zeros(slots, np.int64)  # prompt and drawn
+        self.num_pending_S = np.zeros(slots, np.int64)  # of those, drawn by launched steps whose results are not here
+        self.num_computed_S = np.zeros(slots, np.int64)  # of all, with KV in the pool
+        self.tenancy_S = np.zeros(slots, np.int64)  # changes whenever another sequence takes the slot, or none
         self.prompt_len_S = np.zeros(slots, np.int64)
         self.max_total_S = np.zeros(slots, np.int64)
         self.num_pages_S = np.zeros(slots, np.int64)
@@ -74,7 +76,9 @@ class RowTable:
         self._grow(total)
         self.requests[slot] = request
         self.order = np.append(self.order, slot)
+        self.tenancy_S[slot] += 1
         self.num_tokens_S[slot] = total
+        self.num_pending_S[slot] = 0
         self.num_computed_S[slot] = num_computed
         self.prompt_len_S[slot] = prompt_len
         self.max_total_S[slot] = request.max_total
@@ -100,13 +104,16 @@ class RowTable:
         return slot
 
     def unload(self, slots_B: np.ndarray) -> list[tuple[Request, np.ndarray]]:
-        """Take the sequences in ``slots_B`` out; each gets its record back. Returns them with the pages they own."""
+        """Take the sequences in ``slots_B`` out; each gets its record back. Returns them with the pages they own.
+
+        Tokens whose values are not here yet are no part of the record: their steps' results find another tenancy.
+        """
         taken = []
         for slot in slots_B.tolist():
             request = self.requests[slot]
             assert request is not None
             assert request.state is RequestState.RUNNING
-            drawn = slice(int(self.prompt_len_S[slot]), int(self.num_tokens_S[slot]))
+            drawn = slice(int(self.prompt_len_S[slot]), int(self.num_tokens_S[slot] - self.num_pending_S[slot]))
             request.drawn = Drawn(
                 self.token_SL[slot, drawn].copy(),
                 self.log_prob_SL[slot, drawn].copy(),
@@ -118,6 +125,8 @@ class RowTable:
             self.page_SM[slot, : len(pages)] = 0
             self.num_pages_S[slot] = 0
             self.requests[slot] = None
+            self.tenancy_S[slot] += 1
+            self.num_pending_S[slot] = 0
             self._free_slots.append(slot)
             taken.append((request, pages))
         self.order = self.order[~np.isin(self.order, slots_B)]
@@ -131,6 +140,32 @@ class RowTable:
         self.page_SM[slot_per_page, column] = pages
         self.num_pages_S[slots_B] += count_B
 
+    def expect(self, slots_B: np.ndarray) -> None:
+        """Make room for one token per slot that a launched step draws; :meth:`record` brings the values."""
+        assert (self.num_tokens_S[slots_B] < self.max_total_S[slots_B]).all(), "a sequence drew more than it may"
+        self.num_tokens_S[slots_B] += 1
+        self.num_pending_S[slots_B] += 1
+        self._grow(int(self.num_tokens_S[slots_B].max()))
+
+    def record(
+        self,
+        slots_B: np.ndarray,
+        token_B: np.ndarray,
+        log_prob_B: np.ndarray,
+        kept_mass_B: np.ndarray,
+        top1_B: np.ndarray,
+        version: int,
+    ) -> None:
+        """The values of the oldest expected token of each slot."""
+        assert (self.num_pending_S[slots_B] > 0).all(), "a token that no step was to draw"
+        at_B = self.num_tokens_S[slots_B] - self.num_pending_S[slots_B]
+        self.token_SL[slots_B, at_B] = token_B
+        self.log_prob_SL[slots_B, at_B] = log_prob_B
+        self.kept_mass_SL[slots_B, at_B] = kept_mass_B
+        self.top1_SL[slots_B, at_B] = top1_B
+        self.version_SL[slots_B, at_B] = version
+        self.num_pending_S[slots_B] -= 1
+
     def append(
         self,
         slots_B: np.ndarray,
@@ -140,16 +175,9 @@ class RowTable:
         top1_B: np.ndarray,
         version: int,
     ) -> None:
-        """Record one drawn token per slot."""
-        at_B = self.num_tokens_S[slots_B]
-        assert (at_B < self.max_total_S[slots_B]).all(), "a sequence drew more than it may"
-        self._grow(int(at_B.max()) + 1)
-        self.token_SL[slots_B, at_B] = token_B
-        self.log_prob_SL[slots_B, at_B] = log_prob_B
-        self.kept_mass_SL[slots_B, at_B] = kept_mass_B
-        self.top1_SL[slots_B, at_B] = top1_B
-        self.version_SL[slots_B, at_B] = version
-        self.num_tokens_S[slots_B] = at_B + 1
+        """Record one drawn token per slot, with nothing expected before it."""
+        self.expect(slots_B)
+        self.record(slots_B, token_B, log_prob_B, kept_mass_B, top1_B, version)
 
     def block_tables(self) -> list[np.ndarray]:
         """Pages of every running sequence, oldest first."""
@@ -169,7 +197,12 @@ class RowTable:
         arrivals = [self._arrival(slot) for slot in order.tolist()]
         assert arrivals == sorted(set(arrivals)), "rows are not in arrival order"
         assert (self.num_computed_S[order] < self.num_tokens_S[order]).all(), "a sequence has nothing left to compute"
-        assert (self.num_tokens_S[order] < self.max_total_S[order]).all(), "a sequence at its length limit still runs"
+        known = self.num_tokens_S[order] - self.num_pending_S[order]
+        assert (known < self.max_total_S[order]).all(), "a sequence at its length limit still runs"
+        assert (self.num_tokens_S[order] <= self.max_total_S[order]).all(), "a sequence is to draw more than it may"
+        assert (known >= self.prompt_len_S[order]).all(), "more tokens are expected than were drawn"
+        unused = np.setdiff1d(np.arange(len(self.requests)), order)
+        assert not self.num_pending_S[unused].any(), "an empty slot expects a token"
         held = self.num_pages_S[order] * self.page_size
         assert (self.num_computed_S[order] <= held).all(), "computed tokens without a page"
         column = np.arange(self.page_SM.shape[1])

@@ -6,6 +6,7 @@ of :class:`RunnableModel`; `models.build_model` makes one.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterable
 from typing import Any, Protocol
@@ -18,8 +19,8 @@ from verl_tim.engine.rows import RowTable
 from verl_tim.engine.sampler import sampling_tensors
 from verl_tim.engine.scheduler import DrawnStep, StepPlan
 from verl_tim.engine.stats import EngineStats
-from verl_tim.numerics.attention import PagedBatch
 from verl_tim.numerics.contract import ROW_FLOOR
+from verl_tim.numerics.paging import DecodeBatch, PagedBatch
 from verl_tim.numerics.sampling import Sampled, SamplingTensors
 
 
@@ -30,19 +31,31 @@ class RunnableModel(Protocol):
     device: torch.device
 
     @property
+    def row_floor(self) -> int: ...  # forward takes rows in multiples of it
+    @property
     def config(
         self,
     ) -> Any: ...  # vocab_size, num_layers, num_kv_heads, head_dim, max_position_embeddings, eos_token_ids
     @property
     def numerics(self) -> str: ...
+    @property
+    def attention(self) -> str: ...
     def forward(
-        self, token_ids_T: torch.Tensor, paged: PagedBatch, k_pages_LPSHD: torch.Tensor, v_pages_LPSHD: torch.Tensor
+        self,
+        token_ids_T: torch.Tensor,
+        paged: PagedBatch | DecodeBatch,
+        k_pages_LPSHD: torch.Tensor,
+        v_pages_LPSHD: torch.Tensor,
+        chosen: list[torch.Tensor] | None = None,
     ) -> torch.Tensor: ...
     def logits(self, hidden_BD: torch.Tensor) -> torch.Tensor: ...
-    def sample(self, logits_BV: torch.Tensor, sampling: SamplingTensors) -> Sampled: ...
+    def draw(
+        self, hidden_BD: torch.Tensor, sampling: SamplingTensors, cut_R: torch.Tensor | None = None
+    ) -> Sampled: ...
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None: ...
     def load_checkpoint(self, path: str) -> None: ...
     def release_weights(self) -> None: ...
+    def any_weights(self) -> contextlib.AbstractContextManager[None]: ...  # run on whatever the buffers hold
     def weight_checksum(self) -> str: ...
 
 
@@ -112,31 +125,38 @@ class ModelRunner:
         began = clock()
         token_ids_T, batch = self._build(plan)
         built = clock()
-        hidden_TD = model.forward(token_ids_T, batch, self._k_pages_LPSHD, self._v_pages_LPSHD)
+        slots_B = plan.slots_B[plan.draws_B]
+        recording = self._recording(slots_B)
+        chosen: list[torch.Tensor] | None = [] if recording else None
+        hidden_TD = model.forward(token_ids_T, batch, self._k_pages_LPSHD, self._v_pages_LPSHD, chosen)
         if not plan.draws_B.any():
             stats.build_seconds += built - began
             stats.forward_seconds += clock() - built
             return None
         last_B = torch.from_numpy(np.cumsum(plan.count_B)[plan.draws_B] - 1).to(hidden_TD.device)
-        logits_BV = model.logits(hidden_TD[last_B])
-        # One sequence's broken logits must not stop the others: it draws from zeros, and its log-prob says so.
-        broken_B = ~torch.isfinite(logits_BV.amax(dim=-1))
-        any_broken = bool(broken_B.any())
-        if any_broken:
-            logits_BV[broken_B] = 0.0
         ran = clock()
-        sampled = model.sample(logits_BV, sampling_tensors(self._rows, plan.slots_B[plan.draws_B], logits_BV.device))
-        log_prob_B = sampled.log_prob_B.masked_fill(broken_B, torch.nan) if any_broken else sampled.log_prob_B
+        sampling = sampling_tensors(self._rows, slots_B, hidden_TD.device)
+        sampled = model.draw(hidden_TD[last_B], sampling)
         drawn = DrawnStep(
             sampled.token_B.cpu().numpy(),
-            log_prob_B.cpu().numpy(),
+            sampled.log_prob_B.cpu().numpy(),
             sampled.kept_mass_B.cpu().numpy(),
             sampled.top1_B.cpu().numpy(),
+            _routes(chosen, last_B, slots_B, recording) if chosen else {},
         )
         stats.build_seconds += built - began
         stats.forward_seconds += ran - built
         stats.sample_seconds += clock() - ran
         return drawn
+
+    def _recording(self, slots_B: np.ndarray) -> list[int]:
+        """Places in ``slots_B`` of the sequences whose routes are recorded."""
+        requests = self._rows.requests
+        return [
+            place
+            for place, slot in enumerate(slots_B.tolist())
+            if (request := requests[slot]) is not None and request.params.record_routes
+        ]
 
     def _build(self, plan: StepPlan) -> tuple[torch.Tensor, PagedBatch]:
         """The step's rows, padded to a multiple of ROW_FLOOR with rows that write to the null page."""
@@ -167,10 +187,20 @@ class ModelRunner:
 
         device = self.model.device
         batch = PagedBatch(
-            query_start_S1=self._query_start_S1.tensor[: sequences + 1].to(device),
-            context_len_S=self._context_len_S.tensor[:sequences].to(device),
-            block_table_SM=block_table.to(device),
-            slot_T=self._slot_T.tensor[:padded].to(device),
-            position_T=self._position_T.tensor[:padded].to(device),
+            query_start_S1=self._query_start_S1.tensor[: sequences + 1],
+            context_len_S=self._context_len_S.tensor[:sequences],
+            block_table_SM=block_table,
+            slot_T=self._slot_T.tensor[:padded],
+            position_T=self._position_T.tensor[:padded],
+            device=device,
         )
         return self._token_T.tensor[:padded].to(device), batch
+
+
+def _routes(
+    chosen: list[torch.Tensor], last_B: torch.Tensor, slots_B: np.ndarray, recording: list[int]
+) -> dict[int, np.ndarray]:
+    """slot -> int16 (layers, k) of the recording sequences' last rows."""
+    rows_R = last_B[torch.tensor(recording, device=last_B.device)]
+    routes_RLK = torch.stack([expert_TK[rows_R] for expert_TK in chosen], 1).to(torch.int16).cpu().numpy()
+    return {int(slots_B[place]): routes_LK for place, routes_LK in zip(recording, routes_RLK, strict=True)}

@@ -9,14 +9,22 @@ request can be starved.
 
 The work per step is a fixed number of array operations over the running sequences, plus a constant per admitted,
 finished or preempted one. The number of waiting requests does not enter.
+
+A step's bookkeeping has two halves, so that a runner may launch step n + 1 while step n still runs: `advance` books
+what is known of a launched step without its results (what it computes, that it draws), `collect` brings the values.
+Between them a sequence counts its drawn token as pending. That it ends by its length is known beforehand; that it ends
+by its token, or by broken logits, only in `collect`, one step late: the step launched meanwhile ran the sequence once
+too often, and its token is dropped there, since the slot has another tenancy by then. Pages may be given away at once:
+whoever gets them writes them in a later step, and steps run in order. What must know the tokens, above all preemption,
+waits until nothing is pending.
 """
 
 from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -33,23 +41,38 @@ class StepPlan:
     """One step: for each of B sequences the slice of its tokens to run. Decoding sequences come first.
 
     slots_B int64, start_B int64 (first position), count_B int64 (positions), draws_B bool (the slice ends at the last
-    known token, so the next one is drawn).
+    token, so the next one is drawn), tenancy_B int64 (of the slots: who was meant).
     """
 
     slots_B: np.ndarray
     start_B: np.ndarray
     count_B: np.ndarray
     draws_B: np.ndarray
+    tenancy_B: np.ndarray
+
+    @property
+    def is_decode(self) -> bool:
+        """Every sequence runs one row and draws."""
+        return bool(self.draws_B.all()) and int(self.count_B[-1]) == 1
 
 
 @dataclass(frozen=True)
 class DrawnStep:
-    """What a step drew, for the sequences with ``plan.draws_B``, in the plan's order: NumPy arrays of length B."""
+    """What a step drew, for the sequences with ``plan.draws_B``, in the plan's order: NumPy arrays of length B.
+
+    routes: slot -> int16 (sparse layers, k), the experts chosen, of the sequences that record them.
+    """
 
     token_B: np.ndarray
     log_prob_B: np.ndarray
     kept_mass_B: np.ndarray
     top1_B: np.ndarray
+    routes: Mapping[int, np.ndarray] = field(default_factory=dict)
+
+    def part(self, keep_B: np.ndarray) -> DrawnStep:
+        return DrawnStep(
+            self.token_B[keep_B], self.log_prob_B[keep_B], self.kept_mass_B[keep_B], self.top1_B[keep_B], self.routes
+        )
 
 
 class Scheduler:
@@ -119,8 +142,11 @@ class Scheduler:
     # The two halves of a step.
 
     def schedule(self) -> StepPlan | None:
-        """Choose the next step and give it its pages; None where there is nothing to do."""
-        slots, count = self._continue_running()
+        """Choose the next step and give it its pages; None where there is nothing to do until pending results come."""
+        chosen = self._continue_running()
+        if chosen is None:
+            return None
+        slots, count = chosen
         if self._caching:
             computed = self.rows.num_computed_S[slots]
             for index in np.flatnonzero(self.rows.num_tokens_S[slots] - computed > 1).tolist():
@@ -130,7 +156,7 @@ class Scheduler:
             slots = np.concatenate([slots, np.array([slot for slot, _ in admitted], np.int64)])
             count = np.concatenate([count, np.array([tokens for _, tokens in admitted], np.int64)])
         if len(slots) == 0:
-            assert not self.has_work(), "there is work, but no sequence can run"
+            assert not self.has_work() or self._any_pending(), "there is work, but no sequence can run"
             return None
         first = np.argsort(count > 1, kind="stable")
         slots, count = slots[first], count[first]
@@ -138,18 +164,41 @@ class Scheduler:
         draws = start + count == self.rows.num_tokens_S[slots]
         self.stats.chunk_cuts += int((~draws).sum())
         self.stats.min_free_pages = min(self.stats.min_free_pages, self.pool.num_available)
-        return StepPlan(slots, start, count, draws)
+        return StepPlan(slots, start, count, draws, self.rows.tenancy_S[slots])
 
     def commit(self, plan: StepPlan, drawn: DrawnStep | None, weight_version: int) -> list[RequestOutput]:
         """Book a step that ran: what is computed, what was drawn, who is done."""
+        self.advance(plan)
+        return self.collect(plan, drawn, weight_version)
+
+    def advance(self, plan: StepPlan) -> None:
+        """Book a step that was launched: what it computes, and that it draws."""
         rows, stats = self.rows, self.stats
         decoding = plan.draws_B & (plan.count_B == 1) & (plan.start_B >= rows.prompt_len_S[plan.slots_B])
         stats.decode_tokens += int(decoding.sum())
         stats.prefill_tokens += int(plan.count_B.sum() - decoding.sum())
         rows.num_computed_S[plan.slots_B] += plan.count_B
+        if plan.draws_B.any():
+            rows.expect(plan.slots_B[plan.draws_B])
+
+    def collect(self, plan: StepPlan, drawn: DrawnStep | None, weight_version: int) -> list[RequestOutput]:
+        """Book the results of an advanced step, the oldest first: what was drawn, who is done.
+
+        Args:
+            drawn: None where the plan draws nothing.
+            weight_version: of the weights that the step ran with.
+        """
         if drawn is None:
+            assert not plan.draws_B.any()
             return []
+        rows, stats = self.rows, self.stats
         slots, token = plan.slots_B[plan.draws_B], drawn.token_B
+        meant = rows.tenancy_S[slots] == plan.tenancy_B[plan.draws_B]
+        if not meant.all():  # these ended while the step ran
+            stats.overrun_tokens += int((~meant).sum())
+            slots, token, drawn = slots[meant], token[meant], drawn.part(meant)
+            if len(slots) == 0:
+                return []
         finite = np.isfinite(drawn.log_prob_B)
         outputs = []
         if not finite.all():
@@ -161,14 +210,18 @@ class Scheduler:
                 )
                 outputs.append(self._finish(request, "error", error))
             self.pool.forget()  # pages with such numbers in them must not be found again
-            slots, token = slots[finite], token[finite]
-            drawn = DrawnStep(token, drawn.log_prob_B[finite], drawn.kept_mass_B[finite], drawn.top1_B[finite])
+            slots, token, drawn = slots[finite], token[finite], drawn.part(finite)
             if len(slots) == 0:
                 return outputs
-        rows.append(slots, token, drawn.log_prob_B, drawn.kept_mass_B, drawn.top1_B, weight_version)
+        rows.record(slots, token, drawn.log_prob_B, drawn.kept_mass_B, drawn.top1_B, weight_version)
+        for slot, routes_LK in drawn.routes.items():
+            recording = rows.requests[slot]
+            if recording is not None:  # else it has just ended with an error
+                recording.routes.append(routes_LK)
         stats.drawn_tokens += len(slots)
         stopped = (rows.stop_SK[slots] == token[:, None]).any(axis=1)
-        done = stopped | (rows.num_tokens_S[slots] == rows.max_total_S[slots])
+        known = rows.num_tokens_S[slots] - rows.num_pending_S[slots]
+        done = stopped | (known == rows.max_total_S[slots])
         if done.any():
             for request, stop in zip(self._unload(slots[done]), stopped[done].tolist(), strict=True):
                 outputs.append(self._finish(request, "stop" if stop else "length"))
@@ -194,17 +247,25 @@ class Scheduler:
 
     # Parts of schedule().
 
-    def _continue_running(self) -> tuple[np.ndarray, np.ndarray]:
-        """Slots and token counts of the running sequences that go on, which have their pages then."""
+    def _any_pending(self) -> bool:
+        return bool(self.rows.num_pending_S[self.rows.order].any())
+
+    def _continue_running(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """Slots and token counts of the running sequences that go on, which have their pages then.
+
+        None where one must be preempted and tokens are pending: a preempted sequence takes its tokens along, and one
+        that ends meanwhile makes room.
+        """
         rows, pool = self.rows, self.pool
         while True:
             order = rows.order
             left = rows.num_tokens_S[order] - rows.num_computed_S[order]
+            left[rows.num_tokens_S[order] == rows.max_total_S[order]] = 0  # all drawn, its last token pending
             decode = left == 1
             count = decode.astype(np.int64)
             budget = self._token_budget - int(count.sum())
             assert budget >= 0, "admission let in more sequences than the budget has rows"
-            for index in np.flatnonzero(~decode).tolist():
+            for index in np.flatnonzero(left > 1).tolist():
                 if budget == 0:
                     break
                 count[index] = min(int(left[index]), budget, self._chunk)
@@ -214,6 +275,8 @@ class Scheduler:
             total = int(need.sum())
             if total <= pool.num_available:
                 break
+            if self._any_pending():
+                return None
             assert len(order) > 1, "admission let in a sequence that the pool cannot hold"
             youngest = order[-1:]
             self.stats.preemptions += 1
@@ -279,8 +342,10 @@ class Scheduler:
         if len(slots_B) == 0:
             return []
         if self._caching:
+            # What a step that still runs computes beyond the known tokens is left out.
+            computed_S = self.rows.num_computed_S - self.rows.num_pending_S
             for slot in slots_B.tolist():
-                self._register(slot, int(self.rows.num_computed_S[slot]))
+                self._register(slot, int(computed_S[slot]))
         requests = []
         for request, pages in self.rows.unload(slots_B):
             self.pool.release(pages)

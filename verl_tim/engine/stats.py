@@ -14,6 +14,7 @@ class EngineStats:
     prefill_tokens: int = 0  # rows of prompts, and of recomputed sequences
     decode_tokens: int = 0  # rows that carried a sequence's last drawn token
     drawn_tokens: int = 0
+    overrun_tokens: int = 0  # drawn for sequences that had ended in the step before, and dropped
     chunk_cuts: int = 0  # steps that left a sequence's prefill unfinished, summed over sequences
     preemptions: int = 0
     preempted_tokens: int = 0  # KV given up by preemption; all of it is recomputed or found in the prefix cache
@@ -34,6 +35,7 @@ class EngineStats:
     build_seconds: float = 0.0
     forward_seconds: float = 0.0
     sample_seconds: float = 0.0
+    wait_seconds: float = 0.0  # on a GPU: for results of a step that still ran
     post_seconds: float = 0.0
 
     def as_dict(self) -> dict[str, object]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
 import ray
@@ -13,7 +14,8 @@ import torch
 from verl.workers.rollout.base import BaseRollout
 
 from verl_tim.plugin import ensure_registered
-from verl_tim.rollout.weights import send
+from verl_tim.rollout.shared_buckets import device_identity, pack_shared
+from verl_tim.rollout.weights import Bucket, pack, send
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +52,14 @@ class ServerAdapter(BaseRollout):
     async def release(self) -> None:
         """Take weights and KV cache from the server."""
         await self.server.sleep.remote()
+
+    async def _packing(self) -> Callable[[Any, int, torch.dtype], AsyncIterator[Bucket]]:
+        """How weights travel: in device memory where the server runs on this rank's GPU, else through the host."""
+        if torch.cuda.is_available():
+            device = torch.device("cuda", torch.cuda.current_device())
+            if await self.server.device_identity.remote() == device_identity(device):
+                return functools.partial(pack_shared, device=device)
+        return pack
 
     @torch.no_grad()
     async def update_weights(
@@ -91,12 +101,15 @@ class ServerAdapter(BaseRollout):
                 weights,
                 bucket_bytes=self.config.checkpoint_engine.update_weights_bucket_megabytes << 20,
                 dtype=getattr(torch, self.config.dtype),
+                packing=await self._packing(),
                 deliver=lambda bucket: server.receive_weights.remote(bucket),
             )
         except Exception as error:
             await server.abandon_weights.remote(f"the trainer's stream failed: {type(error).__name__}: {error}")
             raise
         version = await server.finish_weights.remote()
+        if torch.cuda.is_available():
+            torch.cuda.ipc_collect()  # buffers that the server has let go of
         logger.info(
             "rollout %s, replica %d: version %d, %.1f MiB in %.2f s",
             self.config.name,

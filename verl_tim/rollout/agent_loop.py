@@ -1,7 +1,8 @@
 """verl's agent loop with a fixed seed per response (`rollout.agent.agent_loop_manager_class`).
 
-verl gives requests random ids and no seed, so no run can be repeated. These subclasses add `sampling_params["seed"]`;
-all else is verl's. One name serves both trainers: `SeededAgentLoopManager.create` picks by `trainer.use_v1`.
+verl gives requests random ids and no seed, so no run can be repeated. These subclasses add `sampling_params["seed"]`,
+and mark the few training sequences of a step whose choices are recorded (`verl_tim.rollout.recorded`); all else is
+verl's. One name serves both trainers: `SeededAgentLoopManager.create` picks by `trainer.use_v1`.
 """
 
 from __future__ import annotations
@@ -12,16 +13,18 @@ import numpy as np
 import ray
 from verl.experimental.agent_loop import AgentLoopManager, AgentLoopWorker
 
+from verl_tim.rollout.recorded import RECORD_PARAM, RECORDING_ROLLOUTS, mark
 from verl_tim.rollout.seeds import response_seed
+from verl_tim.training.config import TimConfig
 
 
 class _Seeds:
-    """Mixed into an agent-loop worker: a copy of the sampling parameters with this response's seed."""
+    """Mixed into an agent-loop worker: a copy of the sampling parameters with this response's seed and mark."""
 
     config: Any
 
     def with_seed(
-        self, sampling_params: dict[str, Any], trajectory: dict[str, Any], *, sample: int, prompt: Any
+        self, sampling_params: dict[str, Any], trajectory: dict[str, Any], *, sample: int, prompt: Any, record: bool
     ) -> dict[str, Any]:
         seed = response_seed(
             self.config.actor_rollout_ref.rollout.seed,
@@ -31,7 +34,8 @@ class _Seeds:
             sample=sample,
             validate=bool(trajectory["validate"]),
         )
-        return {**sampling_params, "seed": seed}
+        marked = {RECORD_PARAM: True} if record else {}
+        return {**sampling_params, "seed": seed, **marked}
 
     def samples_per_prompt(self, trajectory: dict[str, Any]) -> int:
         rollout = self.config.actor_rollout_ref.rollout
@@ -43,7 +47,10 @@ class SeededAgentLoopWorker(_Seeds, AgentLoopWorker):
 
     async def _run_agent_loop(self, sampling_params, trajectory, **kwargs):
         sample = int(kwargs["priority"]) % self.samples_per_prompt(trajectory)
-        params = self.with_seed(sampling_params, trajectory, sample=sample, prompt=kwargs.get("raw_prompt"))
+        record = bool(kwargs.pop(RECORD_PARAM, False))
+        params = self.with_seed(
+            sampling_params, trajectory, sample=sample, prompt=kwargs.get("raw_prompt"), record=record
+        )
         return await super()._run_agent_loop(params, trajectory, **kwargs)
 
 
@@ -51,6 +58,12 @@ class _SeededManager(AgentLoopManager):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.agent_loop_workers_class = ray.remote(SeededAgentLoopWorker)
         super().__init__(*args, **kwargs)
+
+    def generate_sequences(self, prompts: Any) -> Any:
+        if not prompts.meta_info.get("validate", False):
+            step = int(prompts.meta_info.get("global_steps", 0))
+            prompts.non_tensor_batch[RECORD_PARAM] = marks(self.config, len(prompts), step)
+        return super().generate_sequences(prompts)
 
 
 class SeededAgentLoopManager:
@@ -65,6 +78,13 @@ class SeededAgentLoopManager:
 
             return SeededManagerV1.create(*args, **kwargs)
         return _SeededManager.create(*args, **kwargs)
+
+
+def marks(config: Any, places: int, step: int) -> np.ndarray:
+    """bool (places,): which of the step's sequences are recorded; none where the rollout cannot."""
+    rollout = config.actor_rollout_ref.rollout
+    wanted = TimConfig.of(config).sample_sequences if rollout.name in RECORDING_ROLLOUTS else 0
+    return mark(places, wanted, seed=int(rollout.seed), step=step)
 
 
 def _plain(value: Any) -> Any:

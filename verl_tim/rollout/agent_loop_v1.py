@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import ray
+import torch
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 
-from verl_tim.rollout.agent_loop import _Seeds
+from verl_tim.rollout.agent_loop import _Seeds, marks
+from verl_tim.rollout.recorded import RECORD_PARAM
 
 # verl decorates the class with ray.remote where it defines it; Ray keeps the plain class for inheritance.
 _actor_class: Any = AgentLoopWorkerTQ
@@ -23,8 +25,10 @@ class SeededWorkerV1(_Seeds, _PlainWorkerTQ):
         super().__init__(*args, **kwargs)
 
     async def _run_agent_loop(self, sampling_params, trajectory, **kwargs):
+        session, marked_S = int(kwargs["session_id"]), kwargs.pop(RECORD_PARAM, ())
+        record = session < len(marked_S) and bool(marked_S[session])
         params = self.with_seed(
-            sampling_params, trajectory, sample=int(kwargs["session_id"]), prompt=kwargs.get("raw_prompt")
+            sampling_params, trajectory, sample=session, prompt=kwargs.get("raw_prompt"), record=record
         )
         return await super()._run_agent_loop(params, trajectory, **kwargs)
 
@@ -35,3 +39,10 @@ class SeededManagerV1(AgentLoopManagerTQ):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.agent_loop_workers_class = ray.remote(SeededWorkerV1)
+
+    def generate_sequences(self, prompts: Any) -> None:
+        if "validate" not in prompts or not prompts["validate"]:
+            sessions = int(self.config.actor_rollout_ref.rollout.n)
+            marked = marks(self.config, len(prompts) * sessions, int(prompts["global_steps"]))
+            prompts[RECORD_PARAM] = torch.from_numpy(marked).view(len(prompts), sessions)
+        super().generate_sequences(prompts)

@@ -108,6 +108,7 @@ def rollout_options(
     model_path: str,
     max_position_embeddings: int,
     device: str,
+    attention: str = "auto",
     load_weights: bool | None = None,
 ) -> RolloutOptions:
     """Settings of one server from verl's rollout config (dataclass or DictConfig).
@@ -117,6 +118,7 @@ def rollout_options(
         model_path: local folder of the model.
         max_position_embeddings: the model's context, tokens.
         device: of the engine.
+        attention: the attention contract (`actor_rollout_ref.model.fused_kernel_options.attention`).
         load_weights: read the checkpoint at start; None: unless `load_format` is dummy.
 
     Raises:
@@ -172,11 +174,13 @@ def rollout_options(
             dtype=str(rollout.get("dtype")),
             numerics=NUMERICS[name],
             device=device,
+            attention=attention,
             max_num_seqs=rollout.get("max_num_seqs"),
             max_num_batched_tokens=rollout.get("max_num_batched_tokens"),
             max_model_len=int(max_model_len),
             seed=int(rollout.get("seed")),
             load_weights=load_weights,
+            **_gpu_options(rollout, device),
             **options,
         )
     except EngineConfigError as error:
@@ -190,6 +194,16 @@ def rollout_options(
         free_cache_engine=bool(rollout.get("free_cache_engine", True)),
         num_threads=num_threads,
     )
+
+
+def _gpu_options(rollout: Any, device: str) -> dict[str, Any]:
+    """verl's keys that mean something on a GPU only; a CPU's pool follows kv_memory_fraction."""
+    if not device.startswith("cuda"):
+        return {}
+    return {
+        "gpu_memory_utilization": float(rollout.get("gpu_memory_utilization")),
+        "enforce_eager": bool(rollout.get("enforce_eager", False)),
+    }
 
 
 def local_model_folder(path: str) -> str:

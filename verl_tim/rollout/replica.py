@@ -95,6 +95,7 @@ class EngineReplica(RolloutReplica):
             model_path=folder,
             max_position_embeddings=load_model_config(folder).max_position_embeddings,
             device="cpu" if get_platform().device_name == "cpu" else "cuda:0",
+            attention=(self.model_config.get("fused_kernel_options") or {}).get("attention") or "auto",
             load_weights=True if needs_checkpoint else None,
         )
 

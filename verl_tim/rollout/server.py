@@ -14,10 +14,13 @@ from collections.abc import AsyncIterator, Iterable, Mapping
 from importlib import metadata
 from typing import Any
 
+import numpy as np
 import torch
 
 from verl_tim.engine import AsyncEngine, EngineStats, RequestOutput, SamplingParams
 from verl_tim.rollout.options import RolloutOptions
+from verl_tim.rollout.recorded import RECORD_PARAM, RECORDED_FIELD, Recorded
+from verl_tim.rollout.shared_buckets import SharedBuffers, device_identity
 from verl_tim.rollout.weights import Bucket, Unpacker
 
 logger = logging.getLogger(__name__)
@@ -73,7 +76,8 @@ class EngineServer:
 
         Returns:
             verl's TokenOutput. `extra_fields` holds `global_steps` (version of the weights that drew the last token),
-            `min_global_steps`, `max_global_steps` and `num_cached_tokens`.
+            `min_global_steps`, `max_global_steps` and `num_cached_tokens`; `tim_recorded` is a `Recorded.wire()`
+            where the sampling parameters ask for it, else None.
 
         Raises:
             RequestError: this request cannot be served; the message names what is wrong.
@@ -86,7 +90,9 @@ class EngineServer:
                 if given:
                     raise ValueError(f"rollout {self.name} serves text only, the request holds {kind} data")
             prompt_ids = [int(token) for token in prompt_ids]
-            params = self._sampling_params(dict(sampling_params), len(prompt_ids))
+            values = dict(sampling_params)
+            wanted = bool(values.pop(RECORD_PARAM, False))
+            params = self._sampling_params({**values, "record_routes": wanted}, len(prompt_ids))
             output = await self.engine.generate(request_id, prompt_ids, params)
         except Exception as error:
             self._failures.append(f"{type(error).__name__}: {error}")
@@ -96,7 +102,7 @@ class EngineServer:
             log_probs=output.log_probs,
             stop_reason=_STOP_REASONS[output.finish_reason],
             num_preempted=output.num_preempted,
-            extra_fields=self._extra_fields(output),
+            extra_fields={**self._extra_fields(output), RECORDED_FIELD: self._recorded(output) if wanted else None},
         )
 
     def _sampling_params(self, values: dict[str, Any], prompt_len: int) -> SamplingParams:
@@ -122,6 +128,10 @@ class EngineServer:
             # top-k, top-p or min-p cut the distribution; the log-probs are of the full one
             fields["kept_mass_min"] = min(output.kept_mass)
         return fields
+
+    def _recorded(self, output: RequestOutput) -> dict[str, Any]:
+        layers = tuple(self.engine.moe_layers) if output.routes_NLK is not None else ()
+        return Recorded(np.asarray(output.top1_ids, np.int32), output.routes_NLK, layers).wire()
 
     async def abort_all_requests(self, reject_request: bool = False) -> dict[str, Any]:
         """Abort what is in flight and close the gate until `resume_generation`; late ones wait or are turned away."""
@@ -175,6 +185,10 @@ class EngineServer:
         version = self.engine.weight_version
         return self._renamed.get(version, version)
 
+    async def device_identity(self) -> str:
+        """Which GPU the engine runs on (`shared_buckets.device_identity`)."""
+        return device_identity(torch.device(self.options.engine.device))
+
     async def begin_weights(self, global_steps: int | None) -> None:
         """Start a weight update; buckets follow through `receive_weights`, then `finish_weights`.
 
@@ -184,7 +198,7 @@ class EngineServer:
         if self._update is not None:
             await self.abandon_weights("a new weight update began before the last one ended")
         version = self.engine.weight_version + 1 if global_steps is None else int(global_steps)
-        self._update = _Update(self.engine, version)
+        self._update = _Update(self.engine, version, SharedBuffers(torch.device(self.options.engine.device)))
 
     async def receive_weights(self, bucket: Bucket) -> None:
         """One bucket of the running update; returns when the model has taken it.
@@ -301,8 +315,9 @@ def _chunk_keys() -> int:
 class _Update:
     """One weight update: buckets from Ray calls become the stream that the engine pulls."""
 
-    def __init__(self, engine: AsyncEngine, version: int) -> None:
+    def __init__(self, engine: AsyncEngine, version: int, buffers: SharedBuffers) -> None:
         self.version = version
+        self._shared = buffers
         # a bucket stays here until the engine has asked for the tensor after its last one
         self._buckets: asyncio.Queue[tuple[Bucket | None, asyncio.Future | None]] = asyncio.Queue()
         self._failed: str | None = None
@@ -313,12 +328,18 @@ class _Update:
         while True:
             bucket, taken = await self._buckets.get()
             if bucket is None:
+                self._shared.close()
                 if self._failed is not None:
                     raise RuntimeError(self._failed)
                 unpacker.finish()
                 return
-            for item in unpacker.unpack(bucket):
+            in_place = None if bucket.data is not None else self._shared.data(bucket)
+            for item in unpacker.unpack(bucket, in_place):
                 yield item
+            if in_place is not None:
+                del in_place
+                # the model's copies were only submitted; the sender fills the buffer again once it hears back
+                await asyncio.to_thread(self._shared.done)
             if taken is not None and not taken.done():
                 taken.set_result(None)
 

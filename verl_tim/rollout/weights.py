@@ -15,10 +15,13 @@ import asyncio
 import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+
+if TYPE_CHECKING:
+    from verl_tim.rollout.shared_buckets import SharedBuffer
 
 # torch views need aligned storage for their element size; 64 also suits vectorised copies.
 _ALIGNMENT = 64
@@ -50,11 +53,20 @@ class Entry:
 
 @dataclass
 class Bucket:
-    """Consecutive tensors of the stream; `number` counts from 0 within one update."""
+    """Consecutive tensors of the stream; `number` counts from 0 within one update.
+
+    Its bytes are `data` (uint8), or lie in `shared`, a device buffer that receiver and sender both see.
+    """
 
     number: int
     entries: list[Entry] = field(default_factory=list)
-    data: np.ndarray | None = None  # uint8
+    data: np.ndarray | None = None
+    shared: SharedBuffer | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of tensors in it."""
+        return sum(entry.nbytes for entry in self.entries)
 
 
 class WeightStreamError(RuntimeError):
@@ -106,10 +118,10 @@ class _Filling:
 
     @property
     def room(self) -> int:
-        return max(0, self._size - _aligned(self._used))
+        return max(0, self._size - aligned(self._used))
 
     def add(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, raw: np.ndarray, offset: int) -> None:
-        start = _aligned(self._used) if len(raw) else self._used
+        start = aligned(self._used) if len(raw) else self._used
         self.entries.append(Entry(name, shape, dtype, start, len(raw), offset))
         self._parts.append((start, raw))
         self._used = start + len(raw)
@@ -121,7 +133,8 @@ class _Filling:
         return Bucket(self.number, self.entries, data)
 
 
-def _aligned(position: int) -> int:
+def aligned(position: int) -> int:
+    """The next byte where a tensor may start."""
     return (position + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
 
 
@@ -138,8 +151,11 @@ class Unpacker:
         self._entry: Entry | None = None
         self._filled = 0
 
-    def unpack(self, bucket: Bucket) -> Iterable[tuple[str, torch.Tensor]]:
+    def unpack(self, bucket: Bucket, shared: torch.Tensor | None = None) -> Iterable[tuple[str, torch.Tensor]]:
         """(name, tensor) of the bucket. Tensors are views of its bytes: use them before the next bucket.
+
+        Args:
+            shared: uint8, the bytes of a bucket without data.
 
         Raises:
             WeightStreamError: out of order, or a tensor's parts do not fit together.
@@ -147,11 +163,13 @@ class Unpacker:
         if bucket.number != self._expected:
             raise WeightStreamError(f"bucket {bucket.number} arrived where bucket {self._expected} was due")
         self._expected += 1
-        assert bucket.data is not None
-        with warnings.catch_warnings():
-            # Ray's shared memory is read-only, of which torch warns; nothing here writes into it.
-            warnings.filterwarnings("ignore", message=".*not writable.*")
-            data = torch.from_numpy(bucket.data)
+        data = shared
+        if data is None:
+            assert bucket.data is not None
+            with warnings.catch_warnings():
+                # Ray's shared memory is read-only, of which torch warns; nothing here writes into it.
+                warnings.filterwarnings("ignore", message=".*not writable.*")
+                data = torch.from_numpy(bucket.data)
         for entry in bucket.entries:
             whole = self._join(entry, data[entry.start : entry.start + entry.nbytes])
             if whole is not None:
@@ -164,7 +182,7 @@ class Unpacker:
             if entry.nbytes == entry.total:
                 return part
             self._entry, self._filled = entry, 0
-            self._partial = torch.empty(entry.total, dtype=torch.uint8)
+            self._partial = torch.empty(entry.total, dtype=torch.uint8, device=part.device)
         if entry.name != self._entry.name or entry.offset != self._filled:
             raise WeightStreamError(f"{self._entry.name} was cut short at byte {self._filled} of {self._entry.total}")
         assert self._partial is not None
@@ -182,13 +200,19 @@ class Unpacker:
 
 
 async def send(
-    weights: Any, *, bucket_bytes: int, dtype: torch.dtype, deliver: Callable[[Bucket], Awaitable[Any]]
+    weights: Any,
+    *,
+    bucket_bytes: int,
+    dtype: torch.dtype,
+    deliver: Callable[[Bucket], Awaitable[Any]],
+    packing: Callable[[Any, int, torch.dtype], AsyncIterator[Bucket]] = pack,
 ) -> int:
     """Pull the stream to its end and deliver each bucket; the next one is packed while the last one travels.
 
     Args:
         weights: as in `pack`.
-        deliver: hands one bucket to the receiver.
+        deliver: hands one bucket to the receiver; returns when the receiver is done with it.
+        packing: `pack`, or `shared_buckets.pack_shared` for a device.
 
     Returns:
         Bytes sent.
@@ -203,11 +227,10 @@ async def send(
     sent = 0
     in_flight: asyncio.Future | None = None
     try:
-        async for bucket in pack(stream, bucket_bytes, dtype):
+        async for bucket in packing(stream, bucket_bytes, dtype):
             if in_flight is not None:
                 await in_flight
-            assert bucket.data is not None
-            sent += len(bucket.data)
+            sent += bucket.nbytes
             in_flight = asyncio.ensure_future(deliver(bucket))
         if in_flight is not None:
             await in_flight

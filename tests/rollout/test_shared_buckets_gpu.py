@@ -1,0 +1,82 @@
+"""Weights from one process's GPU memory into an engine in another, through two shared buckets."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+
+from verl_tim.engine import Engine, EngineConfig
+from verl_tim.models.weights import checkpoint_weights
+from verl_tim.rollout.shared_buckets import SharedBuffers, device_identity, pack_shared
+from verl_tim.rollout.weights import Unpacker, send
+
+pytestmark = pytest.mark.gpu
+
+BUCKET = 8 << 20  # bytes: the embedding is spread over many, most layers share one
+
+
+def _trainer(folder: str, pipe) -> None:
+    """The sender's process."""
+    device = torch.device("cuda", 0)
+
+    async def deliver(bucket):
+        pipe.send(bucket)
+        answer = await asyncio.to_thread(pipe.recv)
+        assert answer == "done", answer
+
+    def packing(weights, nbytes, dtype):
+        return pack_shared(weights, nbytes, dtype, device)
+
+    stream = ((name, tensor.to(device)) for name, tensor in checkpoint_weights(folder))
+    sent = asyncio.run(send(stream, bucket_bytes=BUCKET, dtype=torch.bfloat16, deliver=deliver, packing=packing))
+    pipe.send((device_identity(device), sent))
+    pipe.recv()  # buffers stay until the receiver has let go
+
+
+def test_an_engine_loads_out_of_another_process_memory(tmp_path):
+    pytest.importorskip("verl")
+    from verl_tim.tasks.random_model import save_random_model
+
+    folder = tmp_path / "model"
+    save_random_model("qwen3-0.6b", folder, layers=2, device="cuda")
+    config = EngineConfig(str(folder), device="cuda:0", kv_cache_tokens=2048, max_num_seqs=4, max_model_len=512)
+    engine = Engine(config)
+    want = engine.weight_checksum()
+    engine.update_weights(((name, torch.zeros_like(t)) for name, t in checkpoint_weights(folder)), 1)
+    assert engine.weight_checksum() != want
+
+    context = torch.multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_trainer, args=(str(folder), theirs))
+    process.start()
+    buffers = SharedBuffers(torch.device("cuda", 0))
+    told = []
+    before = torch.cuda.memory_allocated()
+
+    def stream():
+        unpacker = Unpacker()
+        while True:
+            assert ours.poll(120), "the sender is silent"
+            message = ours.recv()
+            if isinstance(message, tuple):
+                unpacker.finish()
+                told.append(message)
+                return
+            yield from unpacker.unpack(message, buffers.data(message))
+            buffers.done()
+            ours.send("done")
+
+    try:
+        engine.update_weights(stream(), 2)
+        buffers.close()
+    finally:
+        ours.send("end")
+        process.join(60)
+    assert process.exitcode == 0
+    identity, sent = told[0]
+    assert identity == device_identity(torch.device("cuda", 0)) != ""
+    assert sent > 4 * BUCKET
+    assert engine.weight_checksum() == want
+    assert torch.cuda.max_memory_allocated() - before < 2 * sent, "a second copy of the model was made"
