@@ -10,6 +10,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from omegaconf import OmegaConf
@@ -110,6 +111,8 @@ RS = "rollout_rs_threshold"
         ({"rollout_is_batch_normalize": None}, "rollout_is_batch_normalize", "true or false"),
         ({"preset": "token_tsi"}, "preset", "Did you mean 'token_tis'"),
         ({"rollout_is": "token", "rollout_is_threshold": None}, "rollout_is_threshold", "[lo, hi]"),
+        ({"preset": ["icepop"]}, "preset", "unknown preset"),
+        ({"rollout_is_threshold": 10**400}, "rollout_is_threshold", "finite"),
         ({"rollout_is_threshold": 0}, "rollout_is_threshold", "positive"),
         ({"rollout_is_threshold": -1.0}, "rollout_is_threshold", "positive"),
         ({"rollout_is_threshold": math.nan}, "rollout_is_threshold", "finite"),
@@ -128,7 +131,7 @@ RS = "rollout_rs_threshold"
         ({"rollout_rs": "", RS: 1}, "rollout_rs", "null to reject nothing"),
         ({"rollout_rs": [], RS: 1}, "rollout_rs", "null to reject nothing"),
         ({"rollout_rs": 3, RS: 1}, "rollout_rs", "Known rules"),
-        ({"rollout_rs": "token_k3"}, RS, "calibrate"),
+        ({"rollout_rs": "token_k3"}, RS, "rollout_rs_threshold=0.05"),
         ({"rollout_rs": "token_k1", RS: 0.5}, RS, "[0.606531, 1.64872]"),
         ({"rollout_rs": "token_k3", RS: [0.1, 0.2]}, RS, "not a band"),
         ({"rollout_rs": "token_k3", RS: "0.1_0.2"}, RS, "not a band"),
@@ -165,6 +168,15 @@ def test_refusals_name_key_value_and_remedy(mapping: dict[str, Any], key: str, s
 def test_other_refusals() -> None:
     with pytest.raises(ConfigError, match="a mapping"):
         build("token_tis")  # type: ignore[arg-type]
+    for mistaken in ("icepop", ["icepop"], 3):
+        with pytest.raises(ConfigError, match="a mapping"):
+            RolloutCorrectionConfig.from_verl(mistaken)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="preset: icepop"):
+        RolloutCorrectionConfig.from_verl("icepop")  # type: ignore[arg-type]
+    for preset in ({}, {"preset": "icepop"}):
+        for key in ("rollout_is", "rollout_is_threshold"):
+            with pytest.raises(ConfigError, match=key):
+                RolloutCorrectionConfig.from_verl({**preset, key: np.array([0.5, 2.0])})
     with pytest.raises(ConfigError, match="Name one preset"):
         build({"preset": "token_tis"}, preset="icepop")
     with pytest.raises(ConfigError, match="positive"):
@@ -174,7 +186,7 @@ def test_other_refusals() -> None:
 @pytest.mark.parametrize("preset", sorted(PRESETS))
 def test_presets(preset: str) -> None:
     if preset in NEEDS_THRESHOLD:
-        with pytest.raises(ConfigError, match="calibrate"):
+        with pytest.raises(ConfigError, match="rollout_rs_threshold="):
             build(preset=preset)
         return
     config = build(preset=preset)
@@ -220,6 +232,31 @@ def test_keys_beside_a_preset_override_it_null_included() -> None:
     assert config.origins["old_forward"] == "default"
 
 
+def test_a_chosen_group_decides_no_value() -> None:
+    """A preset's file spells every key out: what differs from it was given, and verl's defaults count."""
+    file = build(preset="token_tis").to_mapping()
+    config = RolloutCorrectionConfig.from_verl({**file, "rollout_is": None, "denominator": "all"}, group="token_tis")
+    assert config == build({**file, "rollout_is": None, "denominator": "all"})
+    assert (config.rollout_is, config.preset, config.group) == (None, None, "token_tis")
+    origins = dict.fromkeys(file, "default") | {"rollout_is_threshold": "preset"}
+    assert config.origins == origins | {"rollout_is": "given", "denominator": "given"}
+    with pytest.raises(ConfigError, match="Choose correction=icepop instead"):
+        RolloutCorrectionConfig.from_verl({"preset": "icepop"}, group="token_tis")
+
+
+def test_a_file_of_the_users_own_may_name_a_preset() -> None:
+    config = RolloutCorrectionConfig.from_verl({**VERL_DEFAULTS, "preset": "icepop"}, group="mine")
+    assert config == build(preset="icepop")
+    assert (config.preset, config.group) == ("icepop", None)
+
+
+def test_null_of_our_keys_in_a_verl_config_is_not_given() -> None:
+    ours = dict.fromkeys(set(RolloutCorrectionConfig.setting_names()) - set(VERL_DEFAULTS))
+    config = RolloutCorrectionConfig.from_verl({**VERL_DEFAULTS, **ours, "preset": "seq_reject_ppo_k1"})
+    assert config == build(preset="seq_reject_ppo_k1")
+    assert config.origins["denominator"] == "default"
+
+
 def test_in_a_verl_config_native_defaults_do_not_override_a_preset() -> None:
     native = {"_target_": "verl.whatever", **VERL_DEFAULTS}
     assert RolloutCorrectionConfig.from_verl(native) == build()
@@ -230,6 +267,11 @@ def test_in_a_verl_config_native_defaults_do_not_override_a_preset() -> None:
     # A key of ours is not always there, so its default does count.
     config = RolloutCorrectionConfig.from_verl({**native, "preset": "token_tis_ratio", "rollout_is_in": "loss"})
     assert config.rollout_is_in == "loss"
+    # Declared with null, as in tim.yaml, it is not given.
+    declared = {**dict.fromkeys(set(RolloutCorrectionConfig.setting_names()) - set(VERL_DEFAULTS)), "preset": None}
+    assert RolloutCorrectionConfig.from_verl({**native, **declared}) == build()
+    config = RolloutCorrectionConfig.from_verl({**native, **declared, "preset": "seq_reject_ppo_k3"})
+    assert config == build(preset="seq_reject_ppo_k3")
     composed = OmegaConf.create({**native, "preset": "icepop", "rollout_rs": ["token_k1"], RS: [[0.5, 2]]})
     config = RolloutCorrectionConfig.from_verl(composed)
     assert config.band == Band(0.5, 5.0)
@@ -282,6 +324,12 @@ def test_settings_without_effect_are_named() -> None:
     assert set(unused.unused_keys()) == {"rollout_is_batch_normalize", "rollout_is_threshold", "rollout_rs_signal"}
     assert "no effect: rollout_is is null" in unused.describe()
     assert set(build({"preset": "token_tis", "bypass_mode": True}).unused_keys()) == {"rollout_is"}
+    nothing_is_dropped = {"denominator": "all", "baseline_scope": "kept"}
+    assert set(build({"preset": "token_tis", **nothing_is_dropped}).unused_keys()) == set(nothing_is_dropped)
+    assert build({"preset": "icepop", **nothing_is_dropped}).unused_keys() == {}
+    assert build({"preset": "seq_reject_corr_k1", **nothing_is_dropped}).unused_keys() == {}
+    logged_only = {"preset": "bypass_ppo", "rollout_is": "token", "rollout_is_threshold": [0.5, 5]}
+    assert set(build({**logged_only, "denominator": "all"}).unused_keys()) == {"rollout_is", "denominator"}
 
 
 def test_later_optimiser_steps_under_bypass_need_another_forward() -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import doctest
+import itertools
+import re
 from pathlib import Path
 
 import torch
+import yaml
 
-from verl_tim.correction import PRESETS, RULE_NAMES, RolloutCorrectionConfig, policy_loss
+from verl_tim.correction import PRESETS, RULE_NAMES, VERL_DEFAULTS, RolloutCorrectionConfig, policy_loss
 
 PAGE = Path(__file__).parents[2] / "docs" / "correction.md"
 
@@ -22,6 +25,35 @@ def test_every_setting_preset_and_rule_is_documented() -> None:
     text = PAGE.read_text()
     for name in (*RolloutCorrectionConfig.setting_names(), *PRESETS, *RULE_NAMES):
         assert f"`{name}`" in text, name
+
+
+def test_what_is_printed_at_the_start_is_what_the_page_shows() -> None:
+    text = PAGE.read_text()
+    (example,) = re.findall(r"```yaml\n(.*?)```", text, flags=re.DOTALL)
+    node = yaml.safe_load(example)["algorithm"]["rollout_correction"]
+    config = RolloutCorrectionConfig.from_verl({**VERL_DEFAULTS, **node})
+    for line in config.describe().splitlines()[:4]:
+        assert f"    {line}\n" in text, line
+
+
+def test_every_choice_that_the_pages_name_exists() -> None:
+    root = PAGE.parents[1]
+    for page in (root / "README.md", *PAGE.parent.glob("*.md")):
+        chosen = re.findall(r"\bcorrection=([a-z]\w+)", page.read_text())
+        # calibrated_NAME is what `verl-tim calibrate` writes
+        assert {name for name in chosen if not name.startswith("calibrated_")} <= set(PRESETS), page
+    table = (PAGE.parent / "configuration.md").read_text()
+    section = table[table.index("## The correction group") : table.index("## A recipe of your own")]
+    named = set(re.findall(r"`([a-z0-9_]+)`", section))
+    for word in re.findall(r"`([a-z0-9_]*\{[^`]+)`", section):
+        named |= set(_expanded(word))
+    assert set(PRESETS) <= named
+
+
+def _expanded(word: str) -> list[str]:
+    """`a_{b,c}_{d,e}` as the shell reads it."""
+    parts = [part.split(",") for part in re.split(r"\{([^}]+)\}", word)]
+    return ["".join(choice) for choice in itertools.product(*parts)]
 
 
 def test_every_metric_is_documented() -> None:

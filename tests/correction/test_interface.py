@@ -11,6 +11,7 @@ import torch
 
 import verl_tim.correction
 from verl_tim.correction import (
+    MISMATCH_METRICS,
     LossCounts,
     MetricSums,
     RolloutCorrectionConfig,
@@ -23,6 +24,8 @@ from verl_tim.correction import (
     policy_loss,
     policy_terms,
 )
+from verl_tim.correction.mismatch import record_mismatch
+from verl_tim.correction.tokens import prepare_tokens
 
 build = RolloutCorrectionConfig.from_mapping
 ONES = torch.ones(2, 3)
@@ -296,3 +299,19 @@ def test_on_a_gpu_as_on_the_cpu_and_without_waiting() -> None:
         torch.testing.assert_close(loss.detach().cpu(), expected.detach(), rtol=1e-5, atol=1e-7)
         torch.testing.assert_close(there["log_prob"].grad.cpu(), here["log_prob"].grad, rtol=1e-5, atol=1e-9)
         assert terms.correction.metrics == pytest.approx(metrics, rel=1e-4, abs=1e-6)
+
+
+def test_mismatch_metrics_names_what_is_recorded_of_d_alone() -> None:
+    batch = torch.zeros(2, 3)
+    tokens = prepare_tokens(
+        RolloutCorrectionConfig(),
+        response_mask=torch.ones(2, 3),
+        old_log_probs=batch,
+        rollout_log_probs=batch,
+        log_prob=None,
+        advantages=None,
+        old_forward_log_probs=None,
+    )
+    sums = MetricSums()
+    record_mismatch(sums, tokens, tokens.valid, sequence_log_is_mean=False)
+    assert set(MISMATCH_METRICS) == set(sums.formulas)

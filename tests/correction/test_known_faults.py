@@ -399,6 +399,31 @@ def test_vocabulary_padding_that_rejects_everything_is_reported() -> None:
     assert not gradient.any()
 
 
+@pytest.mark.parametrize(
+    ("trainer", "rollout", "d"),
+    [
+        ("raw", "temperature", -0.26467),  # a trainer that does not divide by the rollout's temperature
+        ("raw", "top_p", -0.09434),  # log of the share that top-p keeps
+        ("temperature", "temperature", 0.0),
+    ],
+)
+def test_trl_6789_a_constant_of_the_sampling_stands_in_kl(trainer: str, rollout: str, d: float) -> None:
+    """Logits (2, 1, 0), token 0, on every token: the offset is constant, so `kl` is it, and no weight hides it."""
+    logits = torch.tensor([2.0, 1.0, 0.0])
+    log_probs = {
+        "raw": logits.log_softmax(0)[0],
+        "temperature": (logits / 0.5).log_softmax(0)[0],
+        "top_p": logits[:2].log_softmax(0)[0],  # 0.9 keeps two tokens
+    }
+    old, recorded = (log_probs[side].expand(3, 5) for side in (trainer, rollout))
+    result = correct(build({"preset": "token_tis"}), old_log_probs=old, rollout_log_probs=recorded, response_mask=old)
+    for name in ("kl", "kl_kept"):
+        assert result.metrics[C + name] == pytest.approx(-d, abs=1e-5)
+    assert result.metrics[C + "log_ratio_min"] == result.metrics[C + "log_ratio_max"] == pytest.approx(d, abs=1e-5)
+    assert result.weights is not None
+    assert result.weights.flatten().tolist() == pytest.approx([math.exp(d)] * 15, abs=1e-5)
+
+
 def test_rllm_508_padding_is_not_in_the_mean() -> None:
     mask = torch.tensor([[1.0] * 3 + [0.0] * 5])
     assert unit_loss(torch.zeros(1, 8), mask, {})[0] == 1.0

@@ -214,18 +214,21 @@ def test_stays_finite_however_far_apart_the_log_probs_are(config: Config, batch:
             assert metrics["rollout_corr/clamped_tokens"] == batch.mask.sum()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @quick
 @given(config=CONFIGS, batch=batches(scale=0.05, holes=False), mode=modes)
-def test_low_precision_inputs_are_up_cast_before_anything_else(config: Config, batch: Batch, mode: str) -> None:
-    half = batch.map(lambda t: t if t.dtype == torch.bool else t.to(torch.bfloat16))
-    loss, gradient, metrics = loss_and_gradient(config, half.tensors(config, torch.bfloat16), loss_agg_mode=mode)
+def test_low_precision_inputs_are_up_cast_before_anything_else(
+    dtype: torch.dtype, config: Config, batch: Batch, mode: str
+) -> None:
+    half = batch.map(lambda t: t if t.dtype == torch.bool else t.to(dtype))
+    loss, gradient, metrics = loss_and_gradient(config, half.tensors(config, dtype), loss_agg_mode=mode)
     expected_loss, expected, expected_metrics = loss_and_gradient(
         config, half.tensors(config, torch.float32), loss_agg_mode=mode
     )
     assert loss.dtype == torch.float32
-    assert gradient.dtype == torch.bfloat16
+    assert gradient.dtype == dtype
     assert torch.equal(loss, expected_loss)
-    assert torch.equal(gradient, expected.to(torch.bfloat16))
+    assert torch.equal(gradient, expected.to(dtype))
     assert metrics == expected_metrics
 
 

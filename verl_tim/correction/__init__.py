@@ -12,8 +12,10 @@ from .baseline import baseline_mask, group_statistics, whiten
 from .config import VERL_DEFAULTS, RolloutCorrectionConfig
 from .correction import Correction, correct
 from .errors import ConfigError
+from .external import ExternalLoss, external_terms
 from .loss import PolicyTerms, policy_loss, policy_terms
 from .metrics import MetricSums
+from .mismatch import MISMATCH_METRICS
 from .presets import PRESETS
 from .raw_yaml import UnderscoreNumber, find_in_overrides, find_in_yaml, refuse_underscore_numbers
 from .returns import discounted_returns
@@ -22,12 +24,14 @@ from .thresholds import Band
 
 __all__ = [
     "LOSS_AGG_MODES",
+    "MISMATCH_METRICS",
     "PRESETS",
     "RULE_NAMES",
     "VERL_DEFAULTS",
     "Band",
     "ConfigError",
     "Correction",
+    "ExternalLoss",
     "LossCounts",
     "MetricSums",
     "PolicyTerms",
@@ -37,6 +41,7 @@ __all__ = [
     "baseline_mask",
     "correct",
     "discounted_returns",
+    "external_terms",
     "find_in_overrides",
     "find_in_yaml",
     "gradient_scale",

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Mapping
-from types import MappingProxyType
+from numbers import Real
+from types import MappingProxyType, NoneType
 from typing import Any
 
 from .errors import ConfigError
 from .presets import PRESETS
 from .rules import Rule, parse_rule_names, parse_rules
-from .thresholds import Band, parse_is_threshold
+from .thresholds import Band, is_list, parse_is_threshold
 
 # The seven keys that verl itself has, with its defaults (verl 0.9.1, trainer/config/algorithm/rollout_correction.yaml).
 VERL_DEFAULTS: Mapping[str, Any] = MappingProxyType(
@@ -35,7 +36,6 @@ _CHOICES: Mapping[str, tuple[str | None, ...]] = {
     "baseline_scope": ("all", "kept"),
 }
 _SWITCHES = ("rollout_is_batch_normalize", "bypass_mode", "old_forward")
-_NO_MAPPING = "a mapping of keys to values"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +61,7 @@ class RolloutCorrectionConfig:
         denominator: loss aggregation divides by "kept" tokens or by "all" valid ones.
         baseline_scope: whether fully rejected rows count in their group's baseline: "all" yes, "kept" no.
         preset: the preset this was built from, for display.
+        group: the preset whose file in the config group ``correction`` spelled the keys out, for display.
         origins: per key "default", "preset" or "given".
 
     Raises:
@@ -80,6 +81,7 @@ class RolloutCorrectionConfig:
     denominator: str = "kept"
     baseline_scope: str = "all"
     preset: str | None = dataclasses.field(default=None, compare=False)
+    group: str | None = dataclasses.field(default=None, compare=False, repr=False)
     origins: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -165,7 +167,7 @@ class RolloutCorrectionConfig:
     @classmethod
     def setting_names(cls) -> tuple[str, ...]:
         """The setting's names, verl's seven included."""
-        return tuple(f.name for f in dataclasses.fields(cls) if f.name not in ("preset", "origins"))
+        return tuple(f.name for f in dataclasses.fields(cls) if f.name not in ("preset", "group", "origins"))
 
     @classmethod
     def from_mapping(
@@ -180,14 +182,13 @@ class RolloutCorrectionConfig:
         Raises:
             ConfigError: see the class.
         """
-        if mapping is not None and not isinstance(mapping, Mapping):
-            raise ConfigError("*", mapping, f"not {_NO_MAPPING}", f"Give {_NO_MAPPING}, or null")
+        _check_mapping(mapping)
         given = dict(mapping or {})
         named = given.pop("preset", None)
         if named is not None and preset is not None and named != preset:
             raise ConfigError("preset", preset, f"the mapping names {named!r}", "Name one preset")
         preset = named if preset is None else preset
-        if preset is not None and preset not in PRESETS:
+        if preset is not None and not (isinstance(preset, str) and preset in PRESETS):
             raise ConfigError("preset", preset, "unknown preset", _known(preset, PRESETS))
         for key in given:
             if key not in cls.setting_names():
@@ -199,16 +200,53 @@ class RolloutCorrectionConfig:
         return cls(**{**base, **given}, preset=preset, origins=origins)
 
     @classmethod
-    def from_verl(cls, mapping: Mapping[str, Any] | None) -> RolloutCorrectionConfig:
+    def from_verl(cls, mapping: Mapping[str, Any] | None, *, group: str | None = None) -> RolloutCorrectionConfig:
         """Build from ``algorithm.rollout_correction`` of a composed verl config.
 
         There verl's seven keys are always present, so beside a preset a key of the seven that still has verl's default
-        does not count as given. Hydra's ``_target_`` is ignored.
+        does not count as given. The other keys have no value null, so null means that they are not given (tim.yaml
+        declares them so). Hydra's ``_target_`` is ignored.
+
+        Args:
+            mapping: the node, as a plain mapping or as OmegaConf's.
+            group: the option of the config group ``correction=`` that was chosen, if any. A preset's file spells every
+                key out, so this decides no value, only what ``origins`` and ``describe`` say.
+
+        Raises:
+            ConfigError: see the class; and a ``preset`` key beside a preset's file, whose keys would override it all.
         """
-        given = {key: value for key, value in (mapping or {}).items() if key != "_target_"}
-        if given.get("preset") is not None:
+        _check_mapping(mapping)
+        given = {
+            key: value
+            for key, value in (mapping or {}).items()
+            if key != "_target_" and not (value is None and key in cls.setting_names() and key not in VERL_DEFAULTS)
+        }
+        preset = given.get("preset")
+        file = group if group in PRESETS else None
+        if preset is not None and file is not None:
+            raise ConfigError(
+                "preset",
+                preset,
+                f"correction={file} is chosen too, and spells every key out",
+                f"Choose correction={preset} instead, or leave the group correction out of the defaults list",
+            )
+        if preset is not None:
             given = {k: v for k, v in given.items() if k not in VERL_DEFAULTS or not _same(v, VERL_DEFAULTS[k])}
-        return cls.from_mapping(given)
+        config = cls.from_mapping(given)
+        if file is not None:
+            config._set("group", file)
+            config._set("origins", cls._origins_beside(file, given))
+        return config
+
+    @classmethod
+    def _origins_beside(cls, preset: str, given: Mapping[str, Any]) -> dict[str, str]:
+        """The origin of every key where all keys are present: given is what differs from the preset's file."""
+        file = {**_defaults(cls), **PRESETS[preset]}
+        unchanged = {key for key in file if _tupled(given.get(key, file[key])) == _tupled(file[key])}
+        return {
+            key: "given" if key not in unchanged else "preset" if key in PRESETS[preset] else "default"
+            for key in cls.setting_names()
+        }
 
     # --- reading ----------------------------------------------------------------------------------------------------
 
@@ -285,6 +323,10 @@ class RolloutCorrectionConfig:
             unused["rollout_is"] = "bypass with ppo_clip has q in its ratio: weights are logged, not multiplied in"
         if self.rollout_rs_signal != "r_corr" and not any(rule.reads_signal for rule in self.rules):
             unused["rollout_rs_signal"] = "no rule reads it"
+        if not self.rules and (self.band is None or self.weights_are_logged_only):
+            for key, default in (("denominator", "kept"), ("baseline_scope", "all")):
+                if getattr(self, key) != default:
+                    unused[key] = "nothing is rejected or dropped"
         return unused
 
     def to_mapping(self) -> dict[str, Any]:
@@ -306,7 +348,8 @@ class RolloutCorrectionConfig:
             note = f"no effect: {unused[key]}" if key in unused else self._meaning(key)
             rows.append((key, _plain(getattr(self, key)), self.origins.get(key, "given"), note))
         widths = [max(len(row[i]) for row in rows) for i in range(3)]
-        head = f"rollout correction (preset {self.preset})" if self.preset else "rollout correction"
+        named = self.preset or self.group
+        head = f"rollout correction (preset {named})" if named else "rollout correction"
         lines = [head]
         for *cells, note in rows:
             padded = (cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
@@ -329,8 +372,17 @@ class RolloutCorrectionConfig:
         return ""
 
 
+def _check_mapping(mapping: Any) -> None:
+    if mapping is not None and not isinstance(mapping, Mapping):
+        what = "a mapping of keys to values"
+        named = isinstance(mapping, str) and mapping in PRESETS
+        remedy = f"Write {{preset: {mapping}}}" if named else f"Give {what}, or null"
+        raise ConfigError("*", mapping, f"not {what}", remedy)
+
+
 def _check_choice(key: str, value: Any, choices: tuple[str | None, ...]) -> None:
-    if value not in choices:
+    # an array would compare by its elements
+    if not (value is None or isinstance(value, str)) or value not in choices:
         shown = ", ".join("null" if choice is None else str(choice) for choice in choices)
         raise ConfigError(key, value, "unknown value", f"Known values: {shown}")
 
@@ -343,7 +395,16 @@ def _known(name: Any, known: Any) -> str:
 def _same(value: Any, default: Any) -> bool:
     if isinstance(value, bool) or isinstance(default, bool):
         return value is default
-    return bool(value == default)
+    return isinstance(value, (str, Real, NoneType)) and bool(value == default)
+
+
+def _defaults(cls: type[RolloutCorrectionConfig]) -> dict[str, Any]:
+    return {field.name: field.default for field in dataclasses.fields(cls) if field.name in cls.setting_names()}
+
+
+def _tupled(value: Any) -> Any:
+    """Lists of whatever kind as tuples, so that they compare by content."""
+    return tuple(_tupled(item) for item in value) if is_list(value) else value
 
 
 def _plain(value: Any) -> str:

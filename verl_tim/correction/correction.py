@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from .blocks import row_blocks
 from .config import RolloutCorrectionConfig
 from .metrics import MetricSums
 from .mismatch import record_mismatch, record_tokens
@@ -48,6 +52,25 @@ class Correction:
         """Metrics by name, ``rollout_corr/...``. The first access waits for the device."""
         return self.sums.finalise()
 
+    @classmethod
+    def of_blocks(cls, parts: Sequence[Correction]) -> Correction:
+        """The correction of a batch from those of its blocks of rows, in order."""
+        if len(parts) == 1:
+            return parts[0]
+        joined = {
+            name: torch.cat([getattr(part, name) for part in parts])
+            for name in ("weights", "mask", "usable")
+            if getattr(parts[0], name) is not None
+        }
+        summed = {
+            name: torch.stack([getattr(part, name) for part in parts]).sum()
+            for name in ("weight_sum", "weight_count")
+            if getattr(parts[0], name) is not None
+        }
+        sums = functools.reduce(operator.add, [part.sums for part in parts])
+        absent: dict[str, Any] = {"weights": None, "weight_sum": None, "weight_count": None}
+        return cls(sums=sums, **{**absent, **joined, **summed})
+
 
 def correct(
     config: RolloutCorrectionConfig,
@@ -81,16 +104,22 @@ def correct(
         ValueError: a needed tensor is absent (for rollout log-probs, naming the setting that records them), or shapes
             differ.
     """
-    tokens = prepare_tokens(
-        config,
-        response_mask=response_mask,
+    blocks = row_blocks(
+        response_mask,
+        whole=needs_whole_batch(config, weight_mean),
         old_log_probs=old_log_probs,
         rollout_log_probs=rollout_log_probs,
         log_prob=log_prob,
         advantages=advantages,
         old_forward_log_probs=old_forward_log_probs,
     )
-    return apply_correction(config, tokens, weight_mean=weight_mean)[0]
+    parts = [apply_correction(config, prepare_tokens(config, **block), weight_mean=weight_mean)[0] for block in blocks]
+    return Correction.of_blocks(parts)
+
+
+def needs_whole_batch(config: RolloutCorrectionConfig, weight_mean: Tensor | float | None) -> bool:
+    """Whether a token's weight depends on the other rows: batch normalisation by the batch's own mean."""
+    return config.rollout_is is not None and config.rollout_is_batch_normalize and weight_mean is None
 
 
 @torch.no_grad()
@@ -104,7 +133,7 @@ def apply_correction(
     for verdict in found:
         mask = mask & verdict.keep
     weights = importance_weights(config, tokens)
-    if weights is not None and not config.weights_are_logged_only:
+    if weights is not None and weights.in_band is not None and not config.weights_are_logged_only:
         mask = mask & weights.in_band
 
     record_tokens(sums, tokens, mask)

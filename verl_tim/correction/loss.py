@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from .aggregation import LossCounts, check_mode, loss_numerator
+from .blocks import row_blocks
 from .config import RolloutCorrectionConfig
-from .correction import Correction, apply_correction
+from .correction import Correction, apply_correction, needs_whole_batch
 from .metrics import MetricSums, total
 from .ratios import SAFETY_LOG, bounded_exp, k2, k3
 from .tokens import Tokens, prepare_tokens
@@ -34,6 +37,21 @@ class PolicyTerms:
     mode: str
     loss_scale_factor: float | None
     counted: Tensor
+
+    @classmethod
+    def of_blocks(cls, parts: Sequence[PolicyTerms]) -> PolicyTerms:
+        """The terms of a micro-batch from those of its blocks of rows, in order."""
+        first = parts[0]
+        if len(parts) == 1:
+            return first
+        return cls(
+            torch.stack([part.numerator for part in parts]).sum(),
+            functools.reduce(LossCounts.merge, [part.counts for part in parts]),
+            Correction.of_blocks([part.correction for part in parts]),
+            first.mode,
+            first.loss_scale_factor,
+            torch.cat([part.counted for part in parts]),
+        )
 
     def numerator_of(self, values: Tensor) -> Tensor:
         """The numerator of another (B, T) term, entropy or KL, over the policy term's mask.
@@ -93,15 +111,32 @@ def policy_terms(
     _check_clip(clip_ratio_low, clip_ratio_high, clip_ratio_c)
     if log_prob is None or advantages is None:
         raise ValueError("policy_loss needs log_prob and advantages")
-    tokens = prepare_tokens(
-        config,
-        response_mask=response_mask,
+    blocks = row_blocks(
+        response_mask,
+        whole=needs_whole_batch(config, weight_mean),
         old_log_probs=old_log_probs,
         rollout_log_probs=rollout_log_probs,
         log_prob=log_prob,
         advantages=advantages,
         old_forward_log_probs=old_forward_log_probs,
     )
+    clip = (clip_ratio_low, clip_ratio_high, clip_ratio_c)
+    parts = [
+        _terms(config, prepare_tokens(config, **block), clip, loss_agg_mode, loss_scale_factor, weight_mean)
+        for block in blocks
+    ]
+    return PolicyTerms.of_blocks(parts)
+
+
+def _terms(
+    config: RolloutCorrectionConfig,
+    tokens: Tokens,
+    clip: tuple[float, float, float | None],
+    loss_agg_mode: str,
+    loss_scale_factor: float | None,
+    weight_mean: Tensor | float | None,
+) -> PolicyTerms:
+    """:func:`policy_terms` of one block of rows."""
     correction, weights = apply_correction(config, tokens, weight_mean=weight_mean)
     mask, sums = correction.mask, correction.sums
     assert tokens.current is not None
@@ -109,19 +144,12 @@ def policy_terms(
     if config.loss_type == "reinforce":
         losses = -tokens.advantages * tokens.current
     else:
-        losses = _clipped(
-            tokens.advantages,
-            _log_ratio_in_loss(config, tokens),
-            clip_ratio_low,
-            clip_ratio_high,
-            clip_ratio_c,
-            sums,
-            mask & tokens.observed,
-        )
+        log_r = _log_ratio_in_loss(config, tokens)
+        losses = _clipped(tokens.advantages, log_r, *clip, sums, mask & tokens.observed)
     if config.weights_multiply_loss:
         assert weights is not None
         losses = losses * weights
-    _record_policy(sums, config, tokens, mask)
+    record_policy(sums, tokens, mask)
     counted = mask if config.denominator == "kept" else tokens.usable
     numerator = loss_numerator(losses, mask, loss_agg_mode, counted=counted, loss_scale_factor=loss_scale_factor)
     return PolicyTerms(numerator, LossCounts.of(counted), correction, loss_agg_mode, loss_scale_factor, counted)
@@ -204,16 +232,16 @@ def _clipped(
     seen: Tensor,
 ) -> Tensor:
     """PPO's clipped loss per token: max(-A r, -A clip(r)), for A < 0 at most -A c. Records how often either binds."""
-    ratio = bounded_exp(log_r)
-    free = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - low, 1 + high)
+    ratio, cost = bounded_exp(log_r), -advantages
+    free = cost * ratio
+    clipped = cost * ratio.clamp(1 - low, 1 + high)
     losses = torch.maximum(free, clipped)
     with torch.no_grad():
         sums.add_total("kept_observed_tokens", total(seen))
         sums.mean("actor/pg_clipfrac", total((clipped > free) & seen), "kept_observed_tokens")
     if dual is None:
         return losses
-    ceiling = -advantages * dual
+    ceiling = cost * dual
     negative = advantages < 0
     with torch.no_grad():
         bound = (losses > ceiling) & negative & seen
@@ -222,7 +250,7 @@ def _clipped(
 
 
 @torch.no_grad()
-def _record_policy(sums: MetricSums, config: RolloutCorrectionConfig, tokens: Tokens, mask: Tensor) -> None:
+def record_policy(sums: MetricSums, tokens: Tokens, mask: Tensor) -> None:
     """K1, K2, K3 of the ratio over the PPO pair: r_train under recomputation, r_rollout under bypass.
 
     They share no name with the estimators of r_corr: under recomputation r_train holds no mismatch.

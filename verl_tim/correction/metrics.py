@@ -52,6 +52,10 @@ def _maximum(value: float) -> float | None:
     return None if value == -math.inf else value
 
 
+def _larger(maximum: float, negated_minimum: float) -> float | None:
+    return _maximum(max(maximum, negated_minimum))
+
+
 def _minimum(negated: float) -> float | None:
     return None if negated == -math.inf else -negated
 
@@ -110,8 +114,12 @@ class MetricSums:
 
     def minimum(self, name: str, values: Tensor, where: Tensor) -> None:
         """Report the smallest value where the mask is set; left out when it is set nowhere."""
-        self.maxima[name] = masked_max(-values, where)
+        self.maxima[name] = -masked_min(values, where)
         self.formulas[name] = Formula(_minimum, (name,))
+
+    def largest_size(self, name: str, maximum: str, minimum: str) -> None:
+        """Report the largest absolute value of what an earlier :meth:`maximum` and :meth:`minimum` looked at."""
+        self.formulas[name] = Formula(_larger, (maximum, minimum))
 
     def flag_zero(self, name: str, count: str) -> None:
         """Report 1 when the merged count is 0, else 0."""
@@ -167,9 +175,12 @@ def _stack(values: Mapping[str, Tensor]) -> Tensor:
 
 def total(values: Tensor, where: Tensor | None = None) -> Tensor:
     """Sum in fp64 of finite values, over all elements or where the mask is set; a bool tensor is counted."""
+    if values.dtype == torch.bool:
+        return torch.count_nonzero(values if where is None else values & where)
     if where is not None:
         values = values * where  # a multiplication is several times faster on a CPU than torch.where
-    return values.sum() if values.dtype == torch.bool else values.sum(dtype=torch.float64)
+    # Rows first: the sum of a whole fp32 tensor in fp64 makes an fp64 copy of it, the sum of each row does not.
+    return values.sum(dim=-1, dtype=torch.float64).sum() if values.dim() else values.to(torch.float64)
 
 
 def row_total(values: Tensor, where: Tensor | None = None) -> Tensor:
@@ -184,4 +195,12 @@ def masked_max(values: Tensor, where: Tensor) -> Tensor:
     if values.numel() == 0:
         return torch.full((), -math.inf, dtype=torch.float64, device=values.device)
     lowest = torch.full((), -math.inf, dtype=values.dtype, device=values.device)
-    return torch.where(where, values, lowest).max().to(torch.float64)
+    return torch.where(where, values, lowest).amax().to(torch.float64)
+
+
+def masked_min(values: Tensor, where: Tensor) -> Tensor:
+    """Smallest value where the mask is set, inf when it is set nowhere, as an fp64 scalar."""
+    if values.numel() == 0:
+        return torch.full((), math.inf, dtype=torch.float64, device=values.device)
+    highest = torch.full((), math.inf, dtype=values.dtype, device=values.device)
+    return torch.where(where, values, highest).amin().to(torch.float64)

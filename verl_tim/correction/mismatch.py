@@ -8,6 +8,15 @@ from .metrics import MetricSums, row_total, total
 from .ratios import SAFETY_LOG, bounded_exp, k3
 from .tokens import Tokens
 
+# What `record_mismatch` reports: numbers of d alone, whatever the loss then does with it.
+MISMATCH_METRICS = (
+    *("kl", "kl_kept", "k3_kl", "chi2_token", "chi2_seq"),
+    *("log_ratio_abs_mean", "log_ratio_abs_max", "log_ratio_max", "log_ratio_min", "log_ratio_seq_abs_max"),
+    *("training_ppl", "training_log_ppl", "rollout_ppl", "rollout_log_ppl", "ppl_ratio"),
+    *("log_ppl_diff", "log_ppl_abs_diff", "log_ppl_diff_max", "log_ppl_diff_min"),
+    *("clamped_tokens", "clamped_sequences"),
+)
+
 
 def record_tokens(sums: MetricSums, tokens: Tokens, mask: Tensor) -> None:
     """Counts of valid tokens (the response mask), of kept ones (after rejection and drops), and of those set aside.
@@ -34,22 +43,23 @@ def record_mismatch(sums: MetricSums, tokens: Tokens, mask: Tensor, *, sequence_
         sequence_log_is_mean: whether the sequence-level log weight in use is the mean of d and not its sum; it decides
             what ``clamped_sequences`` counts.
     """
-    d, known = tokens.delta, tokens.known  # d is 0 where not known
-    abs_d = d.abs()
-    sums.mean("kl", -total(d), "known_tokens")
-    sums.mean("kl_kept", -total(d, mask), "kept_known_tokens")
+    d, known, factor = tokens.delta, tokens.known, tokens.known_factor  # d is 0 where not known
+    abs_d, d_row = d.abs(), row_total(d)
+    # `mask` is `usable` itself where nothing rejects
+    d_kept = d_row.sum() if mask is tokens.usable else total(d, mask)
+    sums.mean("kl", -d_row.sum(), "known_tokens")
+    sums.mean("kl_kept", -d_kept, "kept_known_tokens")
     sums.mean("k3_kl", total(k3(d)), "known_tokens")
-    sums.mean("chi2_token", total(bounded_exp(d).square(), known), "known_tokens", minus_one=True)
+    sums.mean("chi2_token", total(tokens.ratio.square(), factor), "known_tokens", minus_one=True)
     sums.mean("log_ratio_abs_mean", total(abs_d), "known_tokens")
-    sums.maximum("log_ratio_abs_max", abs_d, known)
     sums.maximum("log_ratio_max", d, known)
     sums.minimum("log_ratio_min", d, known)
+    sums.largest_size("log_ratio_abs_max", "log_ratio_max", "log_ratio_min")
     sums.count("clamped_tokens", total(abs_d > SAFETY_LOG))
 
     rows, count = tokens.known_in_row > 0, tokens.known_in_row.clamp(min=1)
-    d_row = row_total(d)
     d_mean = d_row / count
-    trainer_mean, rollout_mean = row_total(tokens.trainer, known) / count, row_total(tokens.rollout) / count
+    trainer_mean, rollout_mean = row_total(tokens.trainer, factor) / count, row_total(tokens.rollout) / count
     for side, mean in (("training", trainer_mean), ("rollout", rollout_mean)):
         sums.mean(f"{side}_ppl", total(bounded_exp(-mean), rows), "known_sequences")
         sums.mean(f"{side}_log_ppl", total(-mean, rows), "known_sequences")

@@ -11,8 +11,7 @@ _TOKEN_TIS = {"rollout_is": "token", "rollout_is_threshold": 2.0}
 # |mean log r| <= 0.001, as a band on the geometric mean of the ratio.
 _MEAN_K1 = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": (math.exp(-0.001), math.exp(0.001))}
 _MEAN_K3 = {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.001}
-# The sums have no default threshold: a sum over the trajectory grows with its length, so the user or `calibrate` gives
-# it.
+# The sums have no default threshold: a sum over the trajectory grows with its length, so the user gives it.
 _SUM_K1 = {"rollout_rs": "seq_sum_k1"}
 _SUM_K3 = {"rollout_rs": "seq_sum_k3"}
 _CORR = {"rollout_rs_signal": "r_corr"}

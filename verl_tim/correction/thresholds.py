@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from numbers import Real
 from typing import Any, NamedTuple
 
-from .errors import ConfigError
+from .errors import CONFIG_PATH, ConfigError
 
 IS_KEY, RS_KEY = "rollout_is_threshold", "rollout_rs_threshold"
 THRESHOLD_KEYS = (IS_KEY, RS_KEY)
@@ -58,7 +58,10 @@ def parse_number(value: Any, key: str, whole: Any) -> float:
     """
     if not is_number(value) and not (isinstance(value, str) and _NUMBER.fullmatch(value.strip())):
         raise ConfigError(key, whole, f"{value!r} is not a number", _BAND_HELP)
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:  # a whole number beyond fp64's range
+        number = math.inf
     if not math.isfinite(number) or number <= 0:
         raise ConfigError(
             key, whole, f"{value!r} is not a positive finite number", "Thresholds are positive and finite"
@@ -155,7 +158,7 @@ def one_per_rule(value: Any, takes_band: Sequence[bool], names: Sequence[str]) -
             RS_KEY,
             None,
             f"rollout_rs={','.join(names)} needs a threshold and there is no default",
-            "Give one per rule, or one for all; `verl-tim calibrate` finds one from a pair of runs",
+            f"Give one per rule, or one for all: {CONFIG_PATH}.{RS_KEY}={'[0.5,2.0]' if takes_band[0] else '0.05'}",
         )
     else:
         entries = [value]

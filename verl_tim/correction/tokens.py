@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .config import RolloutCorrectionConfig
-from .ratios import compute_dtype, log_ratio
+from .ratios import bounded_exp, compute_dtype, finite, log_ratio
 
 NO_ROLLOUT_LOG_PROBS = (
     "rollout_log_probs is absent, and the correction needs it: set "
@@ -59,11 +59,22 @@ class Tokens:
         return self.known.sum(dim=-1)
 
     @functools.cached_property
+    def known_factor(self) -> Tensor:
+        """``known`` as 0 and 1 in the precision of ``delta``: multiplying by it needs no conversion."""
+        return self.known.to(self.delta.dtype)
+
+    @functools.cached_property
+    def ratio(self) -> Tensor:
+        """exp(d), clamped: what the token weights and chi-square are made of; 1 where not known."""
+        return bounded_exp(self.delta)
+
+    @functools.cached_property
     def ppo_log_ratio(self) -> Tensor | None:
         """Detached log of the ratio in the loss, 0 where not observed."""
         if self.current is None or self.previous is None:
             return None
-        return log_ratio(self.current.detach(), self.previous, self.observed)
+        where = self.known_factor if self.observed is self.known else self.observed
+        return log_ratio(self.current.detach(), self.previous, where)
 
 
 def prepare_tokens(
@@ -99,15 +110,15 @@ def prepare_tokens(
         else:
             trainer = current if old_forward_log_probs is None else old_forward_log_probs
         assert trainer is not None  # _require saw to it
-        usable = valid & trainer.isfinite()
+        usable = valid & finite(trainer)
         if current is not None and current is not trainer:
-            usable = usable & current.isfinite()
+            usable = usable & finite(current)
         zero = torch.zeros((), dtype=dtype, device=response_mask.device)
         trainer = torch.where(usable, trainer.detach().to(dtype), zero)
         if rollout_log_probs is None:
             known, missing, rollout = torch.zeros_like(valid), torch.zeros_like(valid), zero.expand_as(valid)
         else:
-            recorded = rollout_log_probs.isfinite()
+            recorded = finite(rollout_log_probs)
             known, missing = usable & recorded, valid & ~recorded
             rollout = torch.where(known, rollout_log_probs.detach().to(dtype), zero)
         delta = log_ratio(trainer, rollout, known)

@@ -23,7 +23,7 @@ class ImportanceWeights:
         log_raw: unclamped log weight: d, its sum, or its mean over the row's known tokens.
         raw: its exponential, clamped at +-20 in the exponent.
         value: truncated at the threshold, or 0 outside the band.
-        in_band: False where the band zeroes the weight; such tokens are dropped from the loss.
+        in_band: False where the band zeroes the weight; such tokens are dropped from the loss. None without a band.
         counted: where statistics look: known tokens, or rows with a known token.
     """
 
@@ -31,7 +31,7 @@ class ImportanceWeights:
     log_raw: Tensor
     raw: Tensor
     value: Tensor
-    in_band: Tensor
+    in_band: Tensor | None
     counted: Tensor
 
 
@@ -45,7 +45,7 @@ def importance_weights(config: RolloutCorrectionConfig, tokens: Tokens) -> Impor
         return None
     dtype = tokens.delta.dtype
     if config.rollout_is == "token":
-        log_raw, counted, raw = tokens.delta, tokens.known, bounded_exp(tokens.delta)
+        log_raw, counted, raw = tokens.delta, tokens.known, tokens.ratio
     else:
         known_in_row = tokens.known_in_row.unsqueeze(-1)
         row_log = row_total(tokens.delta).unsqueeze(-1)
@@ -57,7 +57,7 @@ def importance_weights(config: RolloutCorrectionConfig, tokens: Tokens) -> Impor
         in_band = within(log_raw, threshold) | ~counted
         value = torch.where(in_band, raw, raw.new_zeros(()))
     else:
-        in_band = torch.ones_like(counted)
+        in_band = None
         value = torch.where(counted, raw.clamp(max=threshold), raw.new_ones(()))
     return ImportanceWeights(config.rollout_is == "token", log_raw, raw, value, in_band, counted)
 
@@ -93,12 +93,15 @@ def record_weights(
     """Metrics of the truncated weights, over known tokens (at sequence levels the weight counts once per token, in the
     effective sample size and the threshold shares once per sequence), before rejection zeroes any and without what the
     band zeroed; the raw extremes stand beside them."""
-    value = weights.value.expand_as(tokens.delta)
-    seen = tokens.known & weights.in_band
-    w = torch.where(seen, value, value.new_zeros(()))
-    w_row, seen_in_row = row_total(w), seen.sum(dim=-1)
+    value, in_band = weights.value.expand_as(tokens.delta), weights.in_band
+    if in_band is None:
+        seen, factor, seen_in_row, unit_seen = tokens.known, tokens.known_factor, tokens.known_in_row, weights.counted
+    else:
+        seen, unit_seen = tokens.known & in_band, weights.counted & in_band
+        factor, seen_in_row = seen.to(value.dtype), seen.sum(dim=-1)
+    w_row = row_total(value, factor)
     sums.add_total("weighted_tokens", seen_in_row.sum())
-    squares = squares_around_one(value, seen, w_row.sum(), seen_in_row.sum())
+    squares = squares_around_one(value, factor, w_row.sum(), seen_in_row.sum())
     sums.spread("rollout_is", w_row.sum(), squares, "weighted_tokens")
     sums.maximum("rollout_is_max", value, seen)
     sums.minimum("rollout_is_min", value, seen)
@@ -106,7 +109,7 @@ def record_weights(
     sums.minimum("rollout_is_raw_min", weights.raw, weights.counted)
 
     unit = "known_tokens" if weights.by_token else "known_sequences"
-    unit_value = torch.where(weights.counted & weights.in_band, weights.value, weights.value.new_zeros(()))
+    unit_value = weights.value * (factor if weights.by_token else unit_seen)
     sums.effective_size("rollout_is_eff_sample_size", total(unit_value), total(unit_value.square()), unit)
 
     threshold = config.rollout_is_threshold
@@ -117,8 +120,8 @@ def record_weights(
     if band.log_lower is not None:
         low = (weights.log_raw < band.log_lower) & weights.counted
         sums.mean("rollout_is_ratio_fraction_low", total(low), unit)
-    if isinstance(threshold, Band):
-        sums.mean("rollout_is_oob_ratio", total(~weights.in_band), unit)
+    if in_band is not None:
+        sums.mean("rollout_is_oob_ratio", total(~in_band), unit)
 
     has_weight = seen_in_row > 0
     row_mean = w_row / seen_in_row.clamp(min=1)
@@ -131,7 +134,7 @@ def record_weights(
 
     # Of the raw mean weight: truncated weights never exceed the threshold, so their mean would show nothing.
     if weights.by_token:
-        raw_row = row_total(weights.raw, tokens.known) / tokens.known_in_row.clamp(min=1)
+        raw_row = row_total(weights.raw, tokens.known_factor) / tokens.known_in_row.clamp(min=1)
     else:
         raw_row = weights.raw.squeeze(-1).double()
     has_known = tokens.known_in_row > 0
