@@ -44,7 +44,10 @@ def register() -> None:
         register_rollouts,
         patch_sync_trainer,
         patch_legacy_trainer,
+        patch_native_correction,
+        patch_reward_kl,
         patch_start_checks,
+        patch_vllm_top1,
     ):
         _run_once(step)
 
@@ -251,6 +254,54 @@ def patch_legacy_trainer() -> None:
     _when_imported("verl.trainer.main_ppo_v0", patch)
 
 
+def patch_native_correction() -> None:
+    """verl 0.9.1, trainer/ppo/rollout_corr_helper.py: both trainers shrink the batch's mask before the advantages.
+
+    In a run of verl_tim the correction is in the worker's loss (`training/correction_step.py`), and rewards and
+    advantages are computed on the original mask; verl's function then leaves the batch alone, or the batch would be
+    corrected twice. Unnecessary once verl lets a trainer choose its correction. No upstream issue is known.
+    """
+
+    def patch(module: ModuleType) -> None:
+        original = module.compute_rollout_correction_and_add_to_batch
+
+        @functools.wraps(original)
+        def compute_rollout_correction_and_add_to_batch(batch, rollout_corr_config):
+            from verl_tim.training.correction_config import is_installed
+
+            if is_installed(rollout_corr_config):
+                return batch, {}
+            return original(batch, rollout_corr_config)
+
+        module.compute_rollout_correction_and_add_to_batch = compute_rollout_correction_and_add_to_batch  # type: ignore[attr-defined]
+
+    # the V1 trainer imports the function by name: the hook runs before it can
+    _when_imported("verl.trainer.ppo.rollout_corr_helper", patch)
+
+
+def patch_reward_kl() -> None:
+    """verl 0.9.1, trainer/ppo/ray_trainer.py:78: a missing log-prob makes the reward's KL penalty NaN.
+
+    `training/reward_kl.py` says how far that goes. In runs of verl_tim such a token adds nothing to the penalty; in
+    others verl's function is called as it is. Unnecessary once verl leaves out what is not finite. No upstream issue
+    is known.
+    """
+
+    def patch(module: ModuleType) -> None:
+        original = module.apply_kl_penalty
+
+        @functools.wraps(original)
+        def apply_kl_penalty(data, *args, **kwargs):
+            from verl_tim.training.reward_kl import penalise
+
+            return penalise(original, data, *args, **kwargs)
+
+        module.apply_kl_penalty = apply_kl_penalty  # type: ignore[attr-defined]
+
+    # the V1 trainer imports the function by name: the hook runs before it can
+    _when_imported("verl.trainer.ppo.ray_trainer", patch)
+
+
 def patch_start_checks() -> None:
     """verl 0.9.1, utils/config.py: `validate_config` also runs verl_tim's start-up checks.
 
@@ -266,15 +317,34 @@ def patch_start_checks() -> None:
             from verl_tim.training.config import uses_verl_tim
 
             if uses_verl_tim(config):
+                from verl_tim.launch.underscores import refuse_in_this_job
                 from verl_tim.training.preflight import check
 
                 ensure_registered()
+                refuse_in_this_job()
                 check(config)
             return original(config=config, use_reference_policy=use_reference_policy, use_critic=use_critic)
 
         module.validate_config = validate_config  # type: ignore[attr-defined]
 
     _when_imported("verl.utils.config", patch)
+
+
+def patch_vllm_top1() -> None:
+    """verl 0.9.1, workers/rollout/vllm_rollout/vllm_async_server.py:630, 667: top-1 ids of sampled sequences.
+
+    verl asks vLLM for the log-prob of the drawn token alone (`logprobs=0`) and hands out nothing else of its log-prob
+    output. For requests that our agent loop marks, the patch asks for `logprobs=1`, which changes no drawn token and no
+    log-prob, and returns the likeliest tokens as an extra field; other requests are left alone. Unnecessary once verl
+    lets a request choose its `logprobs` and returns what vLLM gives. No upstream issue is known.
+    """
+
+    def patch(module: ModuleType) -> None:
+        from verl_tim.rollout.vllm_top1 import record_top1
+
+        record_top1(module)
+
+    _when_imported("verl.workers.rollout.vllm_rollout.vllm_async_server", patch)
 
 
 register()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,11 +17,19 @@ from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import response_from_nested
 
 from verl_tim.rollout.options import rollout_options
+from verl_tim.rollout.recorded import RECORDED_FIELD, Recorded
 from verl_tim.rollout.server import EngineServer
 from verl_tim.rollout.weights import send
+from verl_tim.training.choices import marked_rows
+from verl_tim.training.forward_records import SAMPLED_FIELD
 from verl_tim.training.records import ROW_FIELD
 
 PROMPT_LENGTH, RESPONSE_LENGTH = 32, 24
+
+
+def some_prompts(count: int, seed: int = 0) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(3, 99) for _ in range(rng.randint(1, 30))] for _ in range(count)]
 
 
 def run(coroutine: Any) -> Any:
@@ -35,6 +44,7 @@ class Row:
     response: list[int]
     log_probs: list[float]
     version: int
+    recorded: Any = None
 
 
 class TrainerSide:
@@ -92,6 +102,8 @@ class TrainerSide:
             "rollout_log_probs": nested([row.log_probs for row in rows], torch.float32),
             ROW_FIELD: torch.arange(len(rows)).unsqueeze(1),
         }
+        if any(row.recorded is not None for row in rows):
+            tensors[SAMPLED_FIELD] = marked_rows([row.recorded for row in rows])
         for name, values in fields.items():
             tensors[name] = nested(values, torch.float32)
         return tu.get_tensordict(
@@ -186,6 +198,12 @@ class RolloutSide:
             )
 
         return [
-            Row(prompt, output.token_ids, output.log_probs, output.extra_fields["global_steps"])
+            Row(
+                prompt,
+                output.token_ids,
+                output.log_probs,
+                output.extra_fields["global_steps"],
+                Recorded.of_wire(output.extra_fields[RECORDED_FIELD]),
+            )
             for prompt, output in zip(prompts, run(everything()), strict=True)
         ]

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import random
 
 import pytest
 import torch
 
-from tests.training.sides import RolloutSide, TrainerSide
+from tests.training.sides import RolloutSide, TrainerSide, some_prompts
 from verl_tim.diagnosis.gate import compare_bits
 from verl_tim.training.config import ConfigError
 from verl_tim.training.engine import ContractFSDPEngineWithLMHead
-from verl_tim.training.records import assemble, take_records
-
-
-def some_prompts(count: int, seed: int = 0) -> list[list[int]]:
-    rng = random.Random(seed)
-    return [[rng.randrange(3, 99) for _ in range(rng.randint(1, 30))] for _ in range(count)]
+from verl_tim.training.records import RECORD_METRIC, assemble, take
 
 
 def bits(train: list[list[float]], rollout: list[list[float]]):
@@ -71,13 +65,13 @@ def test_bits_agree_over_updates_and_preemption(
             tokens += report.tokens
             advantages = [1.0 if number % 2 else -1.0 for number in range(8)]
             metrics = trainer.train(rows, old, advantages)
-            records = take_records(metrics)
+            records = take(metrics, RECORD_METRIC)
             seen = assemble(records, rows=8, width=max(len(row.response) for row in rows))
             assert bool(seen.seen_B.all())
             # the first mini-batch saw the rollout's weights, so its log-probs are the old ones, under autograd, too
             assert bool(seen.fresh_B.all())
             assert bits([seen.log_prob_BT[i, : len(r.response)].tolist() for i, r in enumerate(rows)], old).passed
-            again = take_records(trainer.train(rows, old, advantages))
+            again = take(trainer.train(rows, old, advantages), RECORD_METRIC)
             assert not any(record.fresh for record in again), "weights moved, so these log-probs are not p_old"
         stats = _run(rollout.server.stats())
         assert stats["preemptions"] > 0

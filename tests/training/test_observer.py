@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 import torch
 
+from verl_tim.correction import MetricSums
+from verl_tim.diagnosis.token_dump import read_dumps
+from verl_tim.rollout.recorded import Recorded
 from verl_tim.training.config import DumpConfig, GateConfig, SamplesConfig, TimConfig
+from verl_tim.training.correction_report import LossReport
+from verl_tim.training.forward_records import ForwardRecord
 from verl_tim.training.observer import MismatchError, StepBatch, StepObserver
-from verl_tim.training.records import RECORD_METRIC, LossRecord, assemble, take_records
+from verl_tim.training.records import RECORD_METRIC, LossRecord, assemble, take
 
 
 def observer(tim=None, *, gated=True, bypass=False):
@@ -33,7 +39,6 @@ def batch(rows=4, width=5, **changes):
         "old_log_probs_BT": log_probs.clone(),
         "rollout_log_probs_BT": log_probs.clone(),
         "response_mask_BT": mask.long(),
-        "kept_mask_BT": mask.long(),
         "advantages_BT": torch.tensor([1.0, -1.0] * (rows // 2)).unsqueeze(1).expand(-1, width).clone(),
         "scores_B": torch.arange(rows) / rows,
         "prompts": [[1, 2]] * rows,
@@ -44,14 +49,21 @@ def batch(rows=4, width=5, **changes):
     return StepBatch(**{**values, **changes})
 
 
-def records(step_batch, log_probs=None, *, fresh_rows=(0, 1)):
+def records(step_batch, log_probs=None, *, fresh_rows=(0, 1), kept=None):
     """Two mini-batches of two rows, in an order of their own; each padded to its own longest row."""
     log_probs = step_batch.old_log_probs_BT if log_probs is None else log_probs
+    kept = step_batch.response_mask_BT.bool() if kept is None else kept
     made = []
-    for rows in ([1, 0], [3, 2]):
+    for number, rows in enumerate(([1, 0], [3, 2])):
         width = max(len(step_batch.responses[row]) for row in rows)
         made.append(
-            LossRecord(torch.tensor(rows).numpy(), log_probs[rows, :width].numpy(), fresh=set(rows) <= set(fresh_rows))
+            LossRecord(
+                torch.tensor(rows).numpy(),
+                log_probs[rows, :width].numpy(),
+                kept[rows, :width].numpy(),
+                number,
+                fresh=set(rows) <= set(fresh_rows),
+            )
         )
     return made
 
@@ -132,8 +144,9 @@ def test_a_trainer_that_disagrees_with_itself_is_seen():
 
 def test_rejection_is_counted_against_the_mask_before_it():
     step_batch = batch()
-    step_batch.kept_mask_BT[0] = 0
-    metrics = observer().after_update(7, step_batch, records(step_batch))
+    kept = step_batch.response_mask_BT.bool()
+    kept[0] = False
+    metrics = observer().after_update(7, step_batch, records(step_batch, kept=kept))
     assert metrics["tim/valid_tokens"] == 18
     assert metrics["tim/rejected_share_pos_adv"] == pytest.approx(0.5)
     assert metrics["tim/rejected_share_neg_adv"] == 0.0
@@ -143,7 +156,7 @@ def test_rejection_is_counted_against_the_mask_before_it():
 
 
 def bypassed(**changes):
-    step_batch = batch(old_log_probs_BT=None, kept_mask_BT=None, **changes)
+    step_batch = batch(old_log_probs_BT=None, **changes)
     return step_batch, step_batch.rollout_log_probs_BT
 
 
@@ -171,11 +184,38 @@ def test_bypass_has_the_gate_too():
     observer(bypass=True).after_update(7, step_batch, records(step_batch, moved))
 
 
+def test_bypass_counts_rejection_over_the_rows_it_speaks_of():
+    step_batch, log_probs = bypassed()
+    kept = step_batch.response_mask_BT.bool()
+    kept[[0, 3]] = False
+    metrics = observer(bypass=True).after_update(7, step_batch, records(step_batch, log_probs, kept=kept))
+    assert metrics["tim/rejected_share_pos_adv"] == 1.0  # row 0, and not row 2 of the second mini-batch
+    assert metrics["tim/rejected_share_neg_adv"] == 0.0
+
+
+def test_bypass_with_an_old_forward_speaks_of_the_whole_batch():
+    step_batch = batch()
+    moved = step_batch.old_log_probs_BT.clone()
+    moved[2:] += 0.5
+    made = observer(bypass=True)
+    made.before_update(7, step_batch)
+    metrics = made.after_update(7, step_batch, records(step_batch, moved))
+    assert metrics["tim/valid_tokens"] == 18
+    assert metrics["tim/exact_fraction"] == 1.0
+    assert "tim/sampled_share" not in metrics
+    assert metrics["tim/ppo_k1"] == pytest.approx(-0.25, abs=1e-6)
+    flip_one_bit(step_batch.rollout_log_probs_BT, 2, 3)
+    with pytest.raises(MismatchError, match="row 2 is uid2_0_0"):
+        made.before_update(7, step_batch)
+
+
 def test_bypass_without_a_fresh_row_says_so():
     step_batch, _ = bypassed()
     made = observer(bypass=True)
     metrics = made.after_update(7, step_batch, records(step_batch, step_batch.rollout_log_probs_BT, fresh_rows=()))
-    assert metrics == {"tim/sampled_share": 0.0}
+    assert metrics.pop("tim/sampled_share") == 0.0
+    # what is left is of the loss's own ratio, which needs no p_old
+    assert all(name.startswith(("tim/ppo_k", "tim/clipped_share_")) for name in metrics)
 
 
 # ------------------------------------------------------------------------------------------------------ samples, dumps
@@ -203,23 +243,184 @@ def test_dumps(tmp_path):
     assert dumped["responses"][1] == [0, 1, 2, 3]
 
 
+def test_the_dump_of_an_update_is_enough_to_compute_its_loss_again(tmp_path):
+    made = observer(TimConfig(dump=DumpConfig(every=1, dir=str(tmp_path))))
+    step_batch = batch()
+    reports = [LossReport(number, number == 0, 9, 0.5 + number, MetricSums()) for number in range(2)]
+    made.after_update(7, step_batch, records(step_batch), reports)
+    dumped = torch.load(tmp_path / "update_000007.pt", weights_only=True)
+    assert [part["mini_batch"] for part in dumped["records"]] == [0, 1]
+    assert dumped["records"][1]["rows"].tolist() == [3, 2]
+    assert torch.equal(dumped["records"][1]["log_prob"], step_batch.old_log_probs_BT[[3, 2]])
+    assert torch.equal(dumped["records"][1]["kept"], step_batch.response_mask_BT[[3, 2]].bool())
+    assert dumped["policy_loss"] == {0: 0.5, 1: 1.5}
+    assert dumped["kept_tokens"] == {0: 9, 1: 9}
+
+
+def recorded(tokens, moved=()):
+    """Of the rollout and, with some top-1 ids moved, of the trainer."""
+    top1 = np.arange(tokens, dtype=np.int32)
+    other = top1.copy()
+    other[list(moved)] += 50
+    routes = np.tile(np.array([[0, 1], [2, 3]], np.int16), (tokens, 1, 1))
+    return Recorded(top1, routes, (0, 1)), other, routes
+
+
+def test_choices_of_sampled_rows_arrive(tmp_path):
+    rollout, other, routes = recorded(5, moved=[1])
+    step_batch = batch(recorded=[rollout, None, rollout, None])
+    forwards = [ForwardRecord(0, other, routes, (0, 1)), ForwardRecord(2, rollout.top1_N, routes, (0, 1))]
+    made = observer(TimConfig(run_dir=str(tmp_path)))
+    metrics = made.after_update(7, step_batch, records(step_batch), (), forwards)
+    assert metrics["tim/top1_tokens"] == 10
+    assert metrics["tim/top1_flip_rate"] == pytest.approx(0.1)
+    assert metrics["tim/router_compared"] == 20
+    assert metrics["tim/router_flip_rate"] == 0.0
+    assert metrics["tim/valid_tokens"] == 18, "the others are of the whole batch"
+    table = read_dumps(tmp_path).to_pylist()
+    assert [row["top1_train"] for row in table if row["row"] == 0] == [0, 51, 2, 3, 4]
+    assert {row["row"] for row in table if row["routes_train"] is not None} == {0, 2}
+
+
+def test_what_only_one_side_recorded_is_no_metric():
+    rollout, other, routes = recorded(5)
+    step_batch = batch(recorded=[rollout, None, None, None])
+    metrics = observer().after_update(7, step_batch, records(step_batch))
+    assert not any("top1" in name or "router" in name for name in metrics)
+    metrics = observer().after_update(7, batch(), records(step_batch), (), [ForwardRecord(0, other, routes, (0, 1))])
+    assert not any("top1" in name or "router" in name for name in metrics)
+
+
+def test_bypass_compares_choices_of_the_rows_it_saw():
+    step_batch, log_probs = bypassed()
+    rollout, other, routes = recorded(5, moved=[0])
+    step_batch.recorded = [rollout, None, rollout, None]
+    metrics = observer(bypass=True).after_update(
+        7, step_batch, records(step_batch, log_probs), (), [ForwardRecord(0, other, routes, (0, 1))]
+    )
+    assert metrics["tim/top1_tokens"] == 5
+    assert metrics["tim/top1_flip_rate"] == pytest.approx(0.2)
+
+
+def test_the_loss_ratio_is_of_every_epoch():
+    step_batch = batch()
+    first = records(step_batch)
+    again = [LossRecord(r.row_B, r.log_prob_BT + np.float32(0.5), r.kept_BT, r.number + 2, fresh=False) for r in first]
+    metrics = observer().after_update(7, step_batch, [*first, *again])
+    assert metrics["tim/ppo_k1"] == pytest.approx(-0.25, abs=1e-6)
+    assert metrics["tim/clipped_share_pos_adv"] == pytest.approx(0.5)
+    assert metrics["tim/clipped_share_neg_adv"] == 0.0
+
+
+def test_token_dumps(tmp_path):
+    tim = TimConfig(run_dir=str(tmp_path), dump=DumpConfig(tokens_per_step=10))
+    made, step_batch = observer(tim), batch(uids=["a", "a", "b", "b"])
+    kept = step_batch.response_mask_BT.bool()
+    kept[:, 0] = False
+    step_batch.rollout_log_probs_BT[:, 1] = float("nan")
+    made.after_update(7, step_batch, records(step_batch, kept=kept))
+    table = read_dumps(tmp_path).to_pylist()
+    assert 5 <= len(table) <= 10
+    for row in table:
+        assert row["step"] == 7
+        assert row["length"] == len(step_batch.responses[row["row"]])
+        assert row["text"] == "ABCDE"[row["position"]]
+        assert (row["uid"], row["group"]) == (("a", 0) if row["row"] < 2 else ("b", 1))
+        assert row["kept"] == (row["position"] > 0)
+        assert (row["rollout_log_prob"] is None) == (row["position"] == 1)
+        assert row["old_log_prob"] == row["log_prob"] == float(step_batch.old_log_probs_BT[row["row"], row["position"]])
+        assert (row["weight_version"], row["turn"], row["top1_rollout"]) == (6, 1, None)
+
+
+def test_token_dumps_under_bypass_have_no_old_log_probs(tmp_path):
+    step_batch, log_probs = bypassed()
+    made = observer(TimConfig(run_dir=str(tmp_path)), bypass=True)
+    made.after_update(7, step_batch, records(step_batch, log_probs)[:1])
+    table = read_dumps(tmp_path).to_pylist()
+    assert len(table) == 18
+    assert all(row["old_log_prob"] is None for row in table)
+    assert all((row["log_prob"] is None) == (row["row"] > 1) for row in table), "no mini-batch drew rows 2 and 3"
+    assert all(row["kept"] for row in table)
+
+
+def test_turns_and_tool_tokens(tmp_path):
+    step_batch = batch()
+    step_batch.response_mask_BT[0] = torch.tensor([1, 1, 0, 1, 1])
+    observer(TimConfig(run_dir=str(tmp_path))).after_update(7, step_batch, records(step_batch))
+    rows = [row for row in read_dumps(tmp_path).to_pylist() if row["row"] == 0]
+    assert [(row["position"], row["turn"], row["length"], row["text"]) for row in rows] == [
+        (0, 1, 4, "A"), (1, 1, 4, "B"), (3, 2, 4, "D"), (4, 2, 4, "E")
+    ]  # fmt: skip
+
+
+def test_a_budget_too_small_says_so_once(tmp_path, caplog):
+    made = observer(TimConfig(run_dir=str(tmp_path), dump=DumpConfig(tokens_per_step=3)))
+    for step in (1, 2):
+        made.after_update(step, batch(versions_B=None), records(batch()))
+    assert caplog.text.count("tim.dump.tokens_per_step=3, the shortest has 4 tokens") == 1
+    assert read_dumps(tmp_path).num_rows == 0
+
+
+def test_no_token_dumps(tmp_path):
+    made = observer(TimConfig(run_dir=str(tmp_path), dump=DumpConfig(tokens_per_step=0)))
+    made.after_update(7, batch(), records(batch()))
+    assert not (tmp_path / "tokens").exists()
+
+
+def test_a_baseline_sees_every_steps_metrics():
+    class Baseline:
+        def check(self, step, metrics):
+            seen.append((step, metrics["tim/delta_abs_max"]))
+            return {"tim/baseline_factor_max": 0.5}
+
+    seen, made = [], observer()
+    made.baseline = Baseline()
+    metrics = made.after_update(7, batch(), records(batch()))
+    assert seen == [(7, 0.0)]
+    assert metrics["tim/baseline_factor_max"] == 0.5
+
+
+@pytest.mark.parametrize("bypass", [True, False])
+@pytest.mark.parametrize("spoil", ["masked", "one token", "nan", "no records"])
+def test_input_without_an_answer(tmp_path, spoil, bypass):
+    step_batch = batch(old_log_probs_BT=None) if bypass else batch()
+    seen = records(step_batch, step_batch.rollout_log_probs_BT)
+    if spoil == "masked":
+        step_batch.response_mask_BT[:] = 0
+    elif spoil == "one token":
+        step_batch.response_mask_BT[:] = 0
+        step_batch.response_mask_BT[0, 0] = 1
+    elif spoil == "nan":
+        step_batch.rollout_log_probs_BT[:] = float("nan")
+    else:
+        seen = []
+    made = observer(TimConfig(run_dir=str(tmp_path)), gated=False, bypass=bypass)
+    metrics = made.after_update(7, step_batch, seen)
+    assert all(np.isfinite(value) for value in metrics.values())
+    if spoil == "one token":
+        assert metrics["tim/valid_tokens"] == 1
+        assert "tim/delta_adv_pearson" not in metrics
+    read_dumps(tmp_path)
+
+
 # ------------------------------------------------------------------------------------------------------------ records
 
 
 def test_records_are_taken_out_under_any_prefix():
     first, second = records(batch())
     metrics = {f"actor/{RECORD_METRIC}": [first, second], "actor/loss": [1.0]}
-    assert take_records(metrics) == [first, second]
+    assert take(metrics, RECORD_METRIC) == [first, second]
     assert metrics == {"actor/loss": [1.0]}
-    assert take_records(metrics) == []
+    assert take(metrics, RECORD_METRIC) == []
 
 
 def test_assemble_puts_rows_back_and_keeps_the_first_epoch():
     step_batch = batch()
-    again = [LossRecord(r.row_B, r.log_prob_BT + 1, fresh=False) for r in records(step_batch)]
+    again = [LossRecord(r.row_B, r.log_prob_BT + 1, ~r.kept_BT, 2, fresh=False) for r in records(step_batch)]
     seen = assemble([*records(step_batch), *again], rows=4, width=5)
     valid = step_batch.response_mask_BT.bool()
     assert torch.equal(seen.log_prob_BT[valid], step_batch.old_log_probs_BT[valid])
     assert seen.seen_B.tolist() == [True] * 4
     assert seen.fresh_B.tolist() == [True, True, False, False]
+    assert torch.equal(seen.kept_BT, valid)
     assert not bool(assemble([], 2, 3).seen_B.any())

@@ -19,7 +19,10 @@ STEPS = {
     "register_rollouts",
     "patch_sync_trainer",
     "patch_legacy_trainer",
+    "patch_native_correction",
+    "patch_reward_kl",
     "patch_start_checks",
+    "patch_vllm_top1",
 }
 
 

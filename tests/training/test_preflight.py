@@ -39,7 +39,6 @@ def base(folders, tmp_path_factory):
         "actor_rollout_ref.actor.strategy=fsdp2",
         "actor_rollout_ref.actor.ppo_mini_batch_size=8",
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
-        "+actor_rollout_ref.actor.policy_loss.rollout_correction=${algorithm.rollout_correction}",
         "actor_rollout_ref.rollout.name=vexact",
         "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8",
         "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
@@ -109,14 +108,10 @@ def full(key: str) -> str:
         (["trainer.v1.trainer_mode=colocate_async"], "trainer.v1.trainer_mode", "synchronous"),
         (["model.path=/nowhere"], "model.path", "does not exist"),
         (["data.train_files=/nowhere/a.parquet"], "data.train_files", "does not exist"),
-        (["algorithm.rollout_correction.bypass_mode=true"], "actor.policy_loss.loss_mode", "would correct nothing"),
         (["actor.policy_loss.loss_mode=bypass_mode"],
          "actor.policy_loss.loss_mode", "which they are not"),
-        (["algorithm.rollout_correction.bypass_mode=true", "actor.policy_loss.loss_mode=bypass_mode",
-          "actor.policy_loss.rollout_correction=null"],
-         "actor.policy_loss.rollout_correction", "rollout_is=sequence"),
         (["algorithm.rollout_correction.rollout_is=token",
-          "actor.policy_loss.rollout_correction={rollout_is: sequence}"],
+          "actor.policy_loss.rollout_correction={rollout_is: sequence, loss_type: ppo_clip}"],
          "actor.policy_loss.rollout_correction.rollout_is", "sequence"),
     ],
 )  # fmt: skip
@@ -200,6 +195,8 @@ def test_a_run_without_verl_tim_is_left_alone(base, config_of, monkeypatch):
 
     monkeypatch.setattr(preflight, "check", lambda *args, **kwargs: pytest.fail("checked"))
     config = config_of(
-        "actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.model.fused_kernel_options.impl_backend=torch"
+        "actor_rollout_ref.rollout.name=vllm",
+        "actor_rollout_ref.model.fused_kernel_options.impl_backend=torch",
+        "actor_rollout_ref.model.external_lib=null",
     )
     validate_config(config=config, use_reference_policy=False, use_critic=False)

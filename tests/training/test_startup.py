@@ -19,6 +19,7 @@ def config(rollout="vexact", backend="contract", **tim):
             "actor_rollout_ref": {
                 "actor": {"clip_ratio": 0.2, "clip_ratio_low": 0.1, "clip_ratio_high": 0.3},
                 "rollout": {"name": rollout},
+                "model": {"path": "folder"},
             },
         }
     )

@@ -37,14 +37,14 @@ def tokenizer() -> transformers.PreTrainedTokenizerFast:
     return made
 
 
-def model_folder(folder: Path, kind: str = "qwen3", *, tied: bool = False) -> Path:
+def model_folder(folder: Path, kind: str = "qwen3", *, tied: bool = False, layers: int = 2) -> Path:
     """A random model with peaked logits (kind: qwen3 or qwen3_moe), saved in float32."""
     tokens = tokenizer()
     shape = {
         "vocab_size": 104,  # more than the tokenizer has, as real models do
         "hidden_size": 64,
         "intermediate_size": 96,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": layers,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 16,

@@ -19,10 +19,6 @@ FP32 = (
     "+actor_rollout_ref.actor.fsdp_config.mixed_precision={param_dtype: fp32, reduce_dtype: fp32, buffer_dtype: fp32}",
     "+actor_rollout_ref.ref.fsdp_config.mixed_precision={param_dtype: fp32, reduce_dtype: fp32, buffer_dtype: fp32}",
 )
-BYPASS = (
-    "algorithm.rollout_correction.bypass_mode=true",
-    "actor_rollout_ref.actor.policy_loss.loss_mode=bypass_mode",
-)
 
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
@@ -33,17 +29,18 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kw
 
 @dataclass
 class Run:
-    """What a run left behind."""
+    """What a run left behind; `metrics` is what verl's file logger wrote."""
 
     folder: Path
     returncode: int
     output: str
     seconds: float
+    metrics: Path
 
     @property
     def steps(self) -> dict[int, dict[str, float]]:
-        """Metrics by step, from verl's file logger; step 0 is validation before training."""
-        path = self.folder / "metrics.jsonl"
+        """Metrics by step; step 0 is validation before training."""
+        path = self.metrics
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         return {line["step"]: line["data"] for line in map(json.loads, lines)}
 
@@ -54,41 +51,17 @@ class Run:
         return json.loads((self.folder / "manifest.json").read_text(encoding="utf-8"))
 
 
-def run_verl(
-    folder: Path,
-    model: str,
-    data: Path,
-    *overrides: str,
-    rollout: str = "vexact",
-    ranks: int = 1,
-    steps: int = 3,
-    modules: dict[str, str] | None = None,
-    timeout: float = 900,
-) -> Run:
-    """`python -m verl.trainer.main_ppo` in `folder`.
+def overrides_of(
+    folder: Path, model: str, data: Path, *, rollout: str = "vexact", ranks: int = 1, steps: int = 3
+) -> list[str]:
+    """Hydra overrides of a small run; `folder` becomes its run folder and gets the reward function.
 
     Args:
         data: folder with train.parquet and val.parquet.
-        overrides: Hydra overrides, after the common ones.
-        modules: name -> source of modules that every verl process imports (faults to plant).
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "reward.py").write_text(REWARD)
-    environment = {
-        "OMP_NUM_THREADS": "1",
-        "TQ_NUM_THREADS": "2",
-        "VERL_FILE_LOGGER_PATH": str(folder / "metrics.jsonl"),
-    }
-    process_environment = {**os.environ, "HYDRA_FULL_ERROR": "1", "OMP_NUM_THREADS": "1"}
-    if modules:
-        for name, source in modules.items():
-            (folder / f"{name}.py").write_text(source)
-        process_environment["PYTHONPATH"] = str(folder)
-        process_environment["VERL_USE_EXTERNAL_MODULES"] = ",".join(modules)
-    command = [
-        sys.executable,
-        "-m",
-        "verl.trainer.main_ppo",
+    return [
         "algorithm.adv_estimator=grpo",
         f"data.train_files={data}/train.parquet",
         f"data.val_files={data}/val.parquet",
@@ -108,7 +81,6 @@ def run_verl(
         "actor_rollout_ref.actor.optim.lr=3e-3",
         "actor_rollout_ref.actor.ppo_mini_batch_size=4",
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4",
-        "+actor_rollout_ref.actor.policy_loss.rollout_correction=${algorithm.rollout_correction}",
         f"actor_rollout_ref.rollout.name={rollout}",
         "actor_rollout_ref.rollout.n=4",
         "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
@@ -133,8 +105,47 @@ def run_verl(
         f"+ray_kwargs.ray_init.num_gpus={ranks}",
         "+ray_kwargs.ray_init.include_dashboard=false",
         "+ray_kwargs.ray_init.object_store_memory=200000000",
-        *(f"+ray_kwargs.ray_init.runtime_env.env_vars.{name}='{value}'" for name, value in environment.items()),
         f"+tim.run_dir={folder}",
+    ]
+
+
+def ray_environment(**environment: str) -> list[str]:
+    """Overrides that hand environment variables to every process of a run."""
+    variables = {"OMP_NUM_THREADS": "1", "TQ_NUM_THREADS": "2", **environment}
+    return [f"+ray_kwargs.ray_init.runtime_env.env_vars.{name}='{value}'" for name, value in variables.items()]
+
+
+def run_verl(
+    folder: Path,
+    model: str,
+    data: Path,
+    *overrides: str,
+    rollout: str = "vexact",
+    ranks: int = 1,
+    steps: int = 3,
+    modules: dict[str, str] | None = None,
+    timeout: float = 900,
+) -> Run:
+    """`python -m verl.trainer.main_ppo` in `folder`.
+
+    Args:
+        overrides: Hydra overrides, after the common ones.
+        modules: name -> source of modules that every verl process imports (faults to plant).
+    """
+    common = overrides_of(folder, model, data, rollout=rollout, ranks=ranks, steps=steps)
+    process_environment = {**os.environ, "HYDRA_FULL_ERROR": "1", "OMP_NUM_THREADS": "1"}
+    if modules:
+        for name, source in modules.items():
+            (folder / f"{name}.py").write_text(source)
+        process_environment["PYTHONPATH"] = str(folder)
+        process_environment["VERL_USE_EXTERNAL_MODULES"] = ",".join(modules)
+    metrics = folder / "metrics.jsonl"
+    command = [
+        sys.executable,
+        "-m",
+        "verl.trainer.main_ppo",
+        *common,
+        *ray_environment(VERL_FILE_LOGGER_PATH=str(metrics)),
         f"hydra.run.dir={folder}",
         *overrides,
     ]
@@ -144,4 +155,38 @@ def run_verl(
     )
     output = done.stdout + done.stderr
     (folder / "log.txt").write_text(output)
-    return Run(folder, done.returncode, output, time.monotonic() - began)
+    return Run(folder, done.returncode, output, time.monotonic() - began, metrics)
+
+
+def run_together(folder: Path, runs: dict[str, list[str]], timeout: float = 1500) -> dict[str, Run]:
+    """Several runs of verl one after another in one process and one Ray cluster, which spares each its start.
+
+    Args:
+        runs: name -> all Hydra overrides of a run (`overrides_of` and others); its run folder is `folder`/name.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    environment = ray_environment(VERL_FILE_LOGGER_ROOT=str(folder / "metrics"))
+    named = {
+        name: [*overrides, *environment, "trainer.project_name=together", f"trainer.experiment_name={name}"]
+        for name, overrides in runs.items()
+    }
+    (folder / "runs.json").write_text(json.dumps(named))
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.training.verl_together", str(folder)],
+        cwd=root,
+        env={**os.environ, "HYDRA_FULL_ERROR": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        errors="replace",
+    )
+    output = done.stdout + done.stderr
+    (folder / "log.txt").write_text(output)
+    results = json.loads((folder / "results.json").read_text()) if (folder / "results.json").exists() else {}
+    made = {}
+    for name in runs:
+        error, seconds = results.get(name, [output[-4000:], 0.0])
+        metrics = folder / "metrics" / "together" / f"{name}.jsonl"
+        made[name] = Run(folder / name, 1 if error else 0, error, seconds, metrics)
+    return made

@@ -5,8 +5,11 @@ tim:
   run_dir: null                # run folder for manifest.json and samples.jsonl (metrics.jsonl: verl's file logger)
   trainer_numerics: null       # contract | stock, as `BACKEND_KEY` says to the workers; null: whatever that is
   gate: {exact: true, on_mismatch: stop}   # stop | warn; acts with rollout vexact and trainer_numerics contract only
+                                           # for other pairs: {baseline: FILE, warn: 2, stop: 10}, see `baseline_gate`
   samples: {per_step: 4}       # rows of each step kept in samples.jsonl
-  dump: {every: 0, dir: null}  # every n-th step's batch as a file; 0: never; dir defaults to run_dir/dumps
+  dump: {every: 0, dir: null, tokens_per_step: 20000}  # every n-th step's batch and its loss as files; 0: never; dir:
+                               # run_dir/dumps; and tokens of each step sampled into run_dir/tokens; 0: none
+  sample_sequences: 8          # sequences of each step whose top-1 tokens and router choices are recorded; 0: none
   poll_interval: 0.1           # seconds between two looks of the V1 trainer at its replay buffer (verl: 2.0)
 ```
 
@@ -30,7 +33,11 @@ ROLLOUTS = ("vexact", "stock")
 # for a name it does not know (models/transformers/monkey_patch.py:246); the engine of `verl_tim.training.engine` reads
 # it.
 BACKEND_KEY = "actor_rollout_ref.model.fused_kernel_options.impl_backend"
+ATTENTION_KEY = "actor_rollout_ref.model.fused_kernel_options.attention"
+"""The attention contract of trainer and rollout alike: auto (also where the key is absent), chunk64 or fa3."""
 CONTRACT_BACKEND = "contract"
+# Brings our FSDP engine into the workers (`actor_rollout_ref.model.external_lib`).
+EXTERNAL_LIB = "verl_tim.training.external"
 # verl's own (models/transformers/monkey_patch.py); another name it skips without a word.
 VERL_BACKENDS = ("torch", "triton", "liger")
 
@@ -41,16 +48,34 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True)
 class GateConfig:
-    """Exact gate: any differing fp32 bit between rollout and trainer stops (or is reported by) the run."""
+    """Exact gate: any differing fp32 bit between rollout and trainer stops (or is reported by) the run.
+
+    Baseline gate, for pairs that mismatch: a metric above `warn` times its usual value is reported, above `stop` times
+    it ends the run. `baseline`: a file that `verl-tim baseline` wrote.
+    """
 
     exact: bool = True
     on_mismatch: str = "stop"
+    baseline: str | None = None
+    warn: float = 2.0
+    stop: float = 10.0
 
     def __post_init__(self) -> None:
         if not isinstance(self.exact, bool):
             raise ConfigError(f"tim.gate.exact={self.exact!r}: choose true or false")
         if self.on_mismatch not in ("stop", "warn"):
             raise ConfigError(f"tim.gate.on_mismatch={self.on_mismatch!r}: choose stop or warn")
+        if self.baseline is not None and not (isinstance(self.baseline, str) and self.baseline):
+            raise ConfigError(
+                f"tim.gate.baseline={self.baseline!r}: give the file that verl-tim baseline wrote, or null"
+            )
+        for name in ("warn", "stop"):
+            value = getattr(self, name)
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not (number and 1 < value < float("inf")):
+                raise ConfigError(f"tim.gate.{name}={value!r}: give a factor above 1")
+        if self.stop < self.warn:
+            raise ConfigError(f"tim.gate.stop={self.stop:g} is below tim.gate.warn={self.warn:g}: raise stop")
 
 
 @dataclass(frozen=True)
@@ -66,14 +91,18 @@ class SamplesConfig:
 
 @dataclass(frozen=True)
 class DumpConfig:
-    """Which steps' batches are written as files."""
+    """Which steps' batches are written as files, and how many tokens of every step."""
 
     every: int = 0
     dir: str | None = None
+    tokens_per_step: int = 20_000
 
     def __post_init__(self) -> None:
         if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 0:
             raise ConfigError(f"tim.dump.every={self.every!r}: give a number of steps, 0 for never")
+        tokens = self.tokens_per_step
+        if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 0:
+            raise ConfigError(f"tim.dump.tokens_per_step={tokens!r}: give a number of tokens, 0 for none")
 
 
 @dataclass(frozen=True)
@@ -85,6 +114,7 @@ class TimConfig:
     gate: GateConfig = field(default_factory=GateConfig)
     samples: SamplesConfig = field(default_factory=SamplesConfig)
     dump: DumpConfig = field(default_factory=DumpConfig)
+    sample_sequences: int = 8
     poll_interval: float = 0.1
     # Read by other parts of verl_tim (building data sets and models); here only so that they count as known.
     cache_dir: str | None = None
@@ -98,6 +128,9 @@ class TimConfig:
             raise ConfigError(
                 f"tim.trainer_numerics={self.trainer_numerics!r}: choose one of {', '.join(TRAINER_NUMERICS)}"
             )
+        sampled = self.sample_sequences
+        if isinstance(sampled, bool) or not isinstance(sampled, int) or sampled < 0:
+            raise ConfigError(f"tim.sample_sequences={sampled!r}: give a number of sequences, 0 for none")
         number = isinstance(self.poll_interval, (int, float)) and not isinstance(self.poll_interval, bool)
         if not (number and 0 < self.poll_interval < float("inf")):
             raise ConfigError(f"tim.poll_interval={self.poll_interval!r}: give seconds above 0")
@@ -125,11 +158,12 @@ class TimConfig:
 
 
 def uses_verl_tim(config: DictConfig | Mapping[str, Any]) -> bool:
-    """True if a run asks for anything of verl_tim: a `tim` group, one of its rollouts, or the contract trainer."""
+    """True if a run asks for anything of verl_tim: a `tim` group, one of its rollouts, its engine or the contract."""
     return (
         _select(config, "tim") is not None
         or _select(config, "actor_rollout_ref.rollout.name") in ROLLOUTS
         or _select(config, BACKEND_KEY) == CONTRACT_BACKEND
+        or _select(config, "actor_rollout_ref.model.external_lib") == EXTERNAL_LIB
     )
 
 

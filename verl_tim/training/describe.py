@@ -31,7 +31,7 @@ def describe_engine(engine: Any) -> dict[str, Any]:
         "backend": config.strategy,
         "backend_version": f"verl {metadata.version('verl')}",
         "numerics": numerics,
-        "contract_id": _contract_id(device, compute) if exact else None,
+        "contract_id": _contract_id(device, compute, engine.contract.attention_on(device)) if exact else None,
         "param_dtype": _name(parameters[0].dtype),
         "compute_dtype": _name(compute),
         "reduce_dtype": canonical(str(mixed_precision.get("reduce_dtype", "fp32"))),
@@ -89,10 +89,10 @@ def describe_foreign_server(server: Any, name: str) -> dict[str, Any]:
     }
 
 
-def _contract_id(device: torch.device, dtype: torch.dtype) -> str:
+def _contract_id(device: torch.device, dtype: torch.dtype, attention: str) -> str:
     from verl_tim.numerics.contract import contract_id
 
-    return contract_id(device, dtype)
+    return contract_id(device, dtype, attention)
 
 
 def _is_moe(module: torch.nn.Module) -> bool:

@@ -7,6 +7,8 @@ any other backend the class leaves verl's own path alone. Actor and reference mo
 
 Numerics do not depend on FSDP: parameters are gathered before a module runs, in the compute dtype of FSDP2's mixed
 precision, and the contract's forward sees plain tensors.
+
+With either backend the loss of a run under a trainer of verl_tim is the one of `correction_step`.
 """
 
 from __future__ import annotations
@@ -20,6 +22,9 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from verl_tim.plugin import loaded
 from verl_tim.training.config import BACKEND_KEY, CONTRACT_BACKEND, VERL_BACKENDS, ConfigError
+from verl_tim.training.contract_limits import LIMITS, value_in_worker
+from verl_tim.training.correction_step import CorrectedUpdate, correction_of
+from verl_tim.training.forward_records import FORWARD_METRIC, ForwardRecorder
 from verl_tim.training.records import recording_loss
 
 
@@ -56,6 +61,12 @@ class ContractFSDPEngineWithLMHead(FSDPEngineWithLMHead):
         self.contract: Any = None
         # True while the parameters are those the rollout was last given: log-probs seen then are p_old.
         self._rollout_has_weights = False
+        # Mini-batches since the rollout was given weights, and whether nothing of the last one was kept.
+        self._mini_batches = 0
+        self._nothing_kept = False
+        self._recorder = ForwardRecorder()
+        # Rows of the micro-batch under way that are recorded: place -> row.
+        self._recording: dict[int, int] = {}
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
 
     def _build_module(self) -> torch.nn.Module:
@@ -63,7 +74,8 @@ class ContractFSDPEngineWithLMHead(FSDPEngineWithLMHead):
         if self.numerics == "contract":
             from verl_tim.models import apply_contract
 
-            self.contract = apply_contract(module)
+            options = self.model_config.fused_kernel_options or {}
+            self.contract = apply_contract(module, attention=options.get("attention") or "auto")
         return module
 
     def _build_fsdp_module(self, module: torch.nn.Module) -> torch.nn.Module:
@@ -76,7 +88,9 @@ class ContractFSDPEngineWithLMHead(FSDPEngineWithLMHead):
             from verl_tim.numerics.probe import probe
 
             # Raises where this process's kernels do not keep the contract at the model's shapes.
-            probe(next(module.parameters()).device, self.compute_dtype, self.contract.config.probe_shapes)
+            device = next(module.parameters()).device
+            attention = self.contract.attention_on(device)
+            probe(device, self.compute_dtype, self.contract.config.probe_shapes, attention=attention)
         return module
 
     def prepare_model_inputs(self, micro_batch):
@@ -84,72 +98,89 @@ class ContractFSDPEngineWithLMHead(FSDPEngineWithLMHead):
         if self.numerics == "contract":
             wanted = tu.get_non_tensor_data(data=micro_batch, key="calculate_entropy", default=False)
             model_inputs["calculate_entropy"] = bool(wanted)
+        self._recording = self._recorder.wanted(micro_batch) if self._rollout_has_weights else {}
+        if self._recording and self.numerics == "contract":
+            model_inputs["record_choices"] = True
         return model_inputs, output_args
 
+    def prepare_model_outputs(self, output, output_args, micro_batch, logits_processor_func):
+        if self._recording:
+            self._record(output, micro_batch)
+        return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
+
+    def _record(self, output, micro_batch) -> None:
+        """Keep the choices of the sampled rows. Of plain transformers only the likeliest tokens, and nothing where
+        verl's fused kernels leave no logits, or sequence parallelism a part of each sequence."""
+        recording, self._recording = self._recording, {}
+        if self.numerics == "contract":
+            moe = self.contract.config.moe
+            layers = () if moe is None else tuple(sorted(moe.layers))
+            self._recorder.add(recording, micro_batch, top1=output.top1, routes=output.routes, layers=layers)
+        elif not self.model_config.use_fused_kernels and not self.use_ulysses_sp:
+            # before verl scales the logits in place
+            self._recorder.add_from_logits(recording, micro_batch, output.logits)
+
     def forward_backward_batch(self, data, loss_function: Callable | None, forward_only: bool = False):
-        if loss_function is not None and not forward_only:
-            loss_function = recording_loss(loss_function, fresh=self._rollout_has_weights)
-        return super().forward_backward_batch(data, loss_function, forward_only)  # type: ignore[arg-type]
+        if loss_function is None or forward_only:
+            return super().forward_backward_batch(data, loss_function, forward_only)  # type: ignore[arg-type]
+        number, self._mini_batches = self._mini_batches, self._mini_batches + 1
+        configs = correction_of(loss_function, data)
+        if configs is None:
+            recording = recording_loss(loss_function, number=number, fresh=self._rollout_has_weights)
+            return self._with_records(super().forward_backward_batch(data, recording))
+        update = CorrectedUpdate(
+            self, data, *configs, forward=self._forward_only, number=number, fresh=self._rollout_has_weights
+        )
+        output: Any = super().forward_backward_batch(data, update.loss)
+        update.finish(output)
+        self._nothing_kept = update.kept_tokens == 0
+        return self._with_records(output)
+
+    def _with_records(self, output: Any) -> Any:
+        records = self._recorder.take()
+        if records:
+            output["metrics"][FORWARD_METRIC] = records
+        return output
+
+    def _forward_only(self, data):
+        with torch.no_grad():
+            return super().forward_backward_batch(data, None, forward_only=True)  # type: ignore[arg-type]
 
     def optimizer_step(self) -> float:
+        if self._nothing_kept:
+            # A step on a gradient of zero would still move the weights, by momentum and weight decay.
+            self._nothing_kept = False
+            self.optimizer_zero_grad()
+            return 0.0
         self._rollout_has_weights = False
         return super().optimizer_step()
 
     def get_per_tensor_param(self, *args, **kwargs):
-        self._rollout_has_weights = True
+        self._rollout_has_weights, self._mini_batches = True, 0
+        self._recorder.restart()
         return super().get_per_tensor_param(*args, **kwargs)
 
 
 def refuse_bypasses(model_config: Any, engine_config: Any) -> None:
     """Raise `ConfigError` for each setting that bypasses the contract, or that it does not cover."""
-    tiled = model_config.tiled_mlp or {}
-    lora = model_config.lora or {}
-    mixed_precision = engine_config.mixed_precision or {}
-    refusals = (
-        (
-            engine_config.strategy != "fsdp2",
-            f"actor_rollout_ref.actor.strategy={engine_config.strategy}",
-            "the contract is written for FSDP2: set strategy=fsdp2 for actor and ref",
-        ),
-        (
-            engine_config.ulysses_sequence_parallel_size > 1,
-            "actor_rollout_ref.actor.ulysses_sequence_parallel_size",
-            "sequence parallelism splits sequences across ranks: set it to 1",
-        ),
-        (
-            model_config.lora_rank > 0 or lora.get("rank", 0) > 0 or model_config.lora_adapter_path is not None,
-            "actor_rollout_ref.model.lora_rank",
-            "LoRA adapters are outside the contract: set lora_rank=0 and lora_adapter_path=null",
-        ),
-        (
-            model_config.use_liger,
-            "actor_rollout_ref.model.use_liger",
-            "Liger replaces modules that the contract computes: set it to false",
-        ),
-        (
-            bool(tiled.get("enabled", False)),
-            "actor_rollout_ref.model.tiled_mlp.enabled",
-            "tiled MLP replaces modules that the contract computes: set it to false",
-        ),
-        (
-            bool(getattr(engine_config.qat, "enable", False)),
-            "actor_rollout_ref.actor.fsdp_config.qat.enable",
-            "quantisation-aware training is outside the contract: set it to false",
-        ),
-        (
-            model_config.mtp.enable,
-            "actor_rollout_ref.model.mtp.enable",
-            "multi-token prediction is outside the contract: set it to false",
-        ),
-        (
-            str(mixed_precision.get("param_dtype", "bf16")) in ("fp16", "float16", "half"),
-            "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype",
-            "the contract covers bf16, and fp32 on CPUs: choose one of them",
-        ),
-    )
-    found = [f"{key}: {remedy}" for wrong, key, remedy in refusals if wrong]
+    found = []
+    if engine_config.strategy != "fsdp2":
+        found.append(
+            f"actor_rollout_ref.actor.strategy={engine_config.strategy}: the contract is written for FSDP2; set "
+            "strategy=fsdp2 for actor and ref"
+        )
+    for limit in LIMITS:
+        value = value_in_worker(limit.key, model_config, engine_config)
+        if value is not None and limit.wrong(value):
+            found.append(f"actor_rollout_ref.{limit.key}={value}: {limit.problem}; {limit.remedy.lower()}")
+    dtype = str((engine_config.mixed_precision or {}).get("param_dtype", "bf16"))
+    if dtype in ("fp16", "float16", "half"):
+        found.append(
+            f"actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype={dtype}: the contract covers bf16, and "
+            "fp32 on CPUs; choose one of them"
+        )
     if found:
-        raise ConfigError(f"{BACKEND_KEY}={CONTRACT_BACKEND} cannot hold with " + "; ".join(found))
+        raise ConfigError(f"{BACKEND_KEY}={CONTRACT_BACKEND} cannot hold with " + "\n".join(found))
 
 
 loaded(__name__)

@@ -6,7 +6,7 @@ layout (nested tensors, micro-batches), so that what agrees here is verl's train
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from verl_tim.plugin import ensure_registered
 from verl_tim.training.config import CONTRACT_BACKEND
@@ -31,11 +32,12 @@ class ScoredSequence:
 
 @contextmanager
 def single_rank_group() -> Iterator[None]:
-    """A gloo process group of this process alone; one that exists already is used and left as it is."""
+    """A process group of this process alone (NCCL for a GPU's tensors); an existing one is used and left as it is."""
     if torch.distributed.is_initialized():
         yield
         return
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         yield
     finally:
@@ -69,6 +71,7 @@ class InProcessTrainer:
 
         ensure_registered()
         contract = numerics == "contract"
+        self.numerics = numerics
         self.fused = contract
         model_config = HFModelConfig(
             path=model_path,
@@ -113,7 +116,7 @@ class InProcessTrainer:
             packed: rows one after another (verl's use_remove_padding), or padded to the longest.
 
         Returns:
-            One float32 tensor (response tokens,) per sequence.
+            One float32 CPU tensor (response tokens,) per sequence.
         """
         size = micro_batch_size or len(sequences)
         whole = len(sequences) - len(sequences) % size
@@ -126,13 +129,71 @@ class InProcessTrainer:
             rows = output["model_output"]["log_probs"].unbind()
             for sequence, row in zip(part, rows, strict=True):
                 prompt = len(sequence.prompt_P)
-                scored.append(row[prompt - 1 : prompt - 1 + len(sequence.response_R)].detach().float().clone())
+                scored.append(row[prompt - 1 : prompt - 1 + len(sequence.response_R)].detach().float().cpu())
         return scored
 
     def update(
         self, sequences: Sequence[ScoredSequence], advantages: Sequence[float], *, temperature: float = 1.0
     ) -> float:
         """One REINFORCE step (-A log p, mean over tokens); the gradient norm before clipping."""
+        loss = self._reinforce(sequences, advantages)
+        with self.engine.train_mode():
+            output = self.engine.train_batch(self._batch(sequences, temperature, len(sequences), packed=True), loss)
+        return float(output["metrics"]["grad_norm"])
+
+    def gradient(
+        self, sequences: Sequence[ScoredSequence], advantages: Sequence[float], *, temperature: float = 1.0
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss of `update` and what one backward makes of it; no weight changes.
+
+        Returns:
+            float32 CPU tensors: the loss (1,), and every parameter's gradient by its name in the module.
+        """
+        losses: list[Tensor] = []
+        objective = self._reinforce(sequences, advantages)
+
+        def loss(model_output: Any, data: TensorDict, dp_group: Any = None) -> tuple[Tensor, dict[str, Any]]:
+            value, metrics = objective(model_output, data, dp_group)
+            losses.append(value.detach().float().cpu().reshape(1))
+            return value, metrics
+
+        with self.engine.train_mode():
+            self.engine.optimizer_zero_grad()
+            self.engine.forward_backward_batch(
+                self._batch(sequences, temperature, len(sequences), packed=True), loss, forward_only=False
+            )
+            gradients = {
+                name: _full(parameter.grad).detach().float().cpu().clone()
+                for name, parameter in self.engine.module.named_parameters()
+                if parameter.grad is not None
+            }
+            self.engine.optimizer_zero_grad()
+        return torch.cat(losses).sum(0, keepdim=True), gradients
+
+    @contextmanager
+    def gradient_checkpointing(self, on: bool) -> Iterator[None]:
+        """Switch gradient checkpointing as verl does (fsdp/transformer_impl.py:336) inside the block."""
+        module = self.engine.module
+        before = bool(module.is_gradient_checkpointing)
+        _switch_checkpointing(module, on)
+        try:
+            yield
+        finally:
+            _switch_checkpointing(module, before)
+
+    def head_weight(self) -> Tensor:
+        """The output head (vocabulary, hidden) in the compute dtype, on the trainer's device."""
+        weight = _full(self.engine.module.lm_head.weight).detach()
+        return weight.to(getattr(self.engine, "compute_dtype", torch.float32))
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights as verl streams them to a rollout: (Hugging Face name, full tensor)."""
+        stream, _ = self.engine.get_per_tensor_param()
+        yield from stream
+
+    @staticmethod
+    def _reinforce(sequences: Sequence[ScoredSequence], advantages: Sequence[float]) -> Callable[..., Any]:
+        """verl's form of a loss: -A log p, mean over the response tokens of all sequences."""
         total = sum(len(sequence.response_R) for sequence in sequences)
 
         def loss(model_output: Any, data: TensorDict, dp_group: Any = None) -> tuple[Tensor, dict[str, Any]]:
@@ -142,14 +203,7 @@ class InProcessTrainer:
             ]
             return torch.stack(terms).sum(), {}
 
-        with self.engine.train_mode():
-            output = self.engine.train_batch(self._batch(sequences, temperature, len(sequences), packed=True), loss)
-        return float(output["metrics"]["grad_norm"])
-
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The weights as verl streams them to a rollout: (Hugging Face name, full tensor)."""
-        stream, _ = self.engine.get_per_tensor_param()
-        yield from stream
+        return loss
 
     def _batch(
         self, sequences: Sequence[ScoredSequence], temperature: float, micro_batch_size: int, packed: bool
@@ -183,3 +237,14 @@ class InProcessTrainer:
                 "calculate_entropy": False,
             },
         )
+
+
+def _full(tensor: Any) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _switch_checkpointing(module: Any, on: bool) -> None:
+    if on:
+        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    else:
+        module.gradient_checkpointing_disable()

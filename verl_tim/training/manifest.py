@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from verl_tim.diagnosis.config_diff import correction_name
 from verl_tim.diagnosis.manifest import Manifest
 from verl_tim.training.config import ROLLOUTS, TimConfig
+from verl_tim.training.pairing import check_pairing
 
 
 def run_manifest(tim: TimConfig, config: Any, worker_group: Any, server_manager: Any) -> Manifest:
@@ -22,10 +23,13 @@ def run_manifest(tim: TimConfig, config: Any, worker_group: Any, server_manager:
         worker_group: verl's RayWorkerGroup of the actor.
         server_manager: verl's LLMServerManager.
     """
+    trainer, rollout = describe_trainer(worker_group), describe_rollout(config, server_manager)
+    if config.actor_rollout_ref.rollout.name == "vexact" and tim.trainer_numerics == "contract":
+        check_pairing(trainer, rollout)
     return Manifest.from_processes(
         run=_run_facts(tim, config),
-        trainer=describe_trainer(worker_group),
-        rollout=describe_rollout(config, server_manager),
+        trainer=trainer,
+        rollout=rollout,
         old_log_probs="bypass" if _correction(config).get("bypass_mode") else "recompute",
         correction={**_correction(config), "loss_mode": config.actor_rollout_ref.actor.policy_loss.loss_mode},
     )

@@ -17,18 +17,20 @@ from omegaconf import DictConfig, OmegaConf
 from verl_tim.training.config import (
     BACKEND_KEY,
     CONTRACT_BACKEND,
+    EXTERNAL_LIB,
     ROLLOUTS,
     VERL_BACKENDS,
     ConfigError,
     TimConfig,
 )
+from verl_tim.training.contract_limits import LIMITS, Limit
+from verl_tim.training.correction_checks import correction_findings
 from verl_tim.training.dtypes import canonical
 from verl_tim.training.finding import Finding
 
 # ResourcePoolManager.max_colocate_count (single_controller/ray/base.py:192): CPUs in each rank's placement-group
 # bundle.
 CPUS_PER_RANK = 3
-EXTERNAL_LIB = "verl_tim.training.external"
 
 
 @dataclass(frozen=True)
@@ -54,14 +56,14 @@ def findings(config: DictConfig, *, cluster: Cluster | None = None) -> list[Find
         config: verl's composed config.
         cluster: what Ray has; None: what `ray_kwargs.ray_init` is about to start on this machine.
     """
-    view = _View(config)
+    view = View(config)
     found: list[Finding] = []
-    for rule in _RULES:
+    for rule in RULES:
         found.extend(rule(view, cluster))
     return found
 
 
-class _View:
+class View:
     """Keys of a config by dotted name; what is absent or unset reads as the default."""
 
     def __init__(self, config: DictConfig) -> None:
@@ -76,6 +78,13 @@ class _View:
         return int(self.get("trainer.n_gpus_per_node", 1)) * int(self.get("trainer.nnodes", 1))
 
     @property
+    def cpu_only(self) -> bool:
+        """Whether the run has no accelerator, as far as this machine tells."""
+        from verl_tim.training.accelerator import host_has_accelerator
+
+        return not host_has_accelerator()
+
+    @property
     def rollout_is_ours(self) -> bool:
         return self.get("actor_rollout_ref.rollout.name") in ROLLOUTS
 
@@ -84,10 +93,11 @@ class _View:
         return self.get(BACKEND_KEY) == CONTRACT_BACKEND
 
 
-_Rule = Callable[[_View, "Cluster | None"], Iterator[Finding]]
+StartRule = Callable[[View, "Cluster | None"], Iterator[Finding]]
 
 
-def _tim_group(view: _View, _: Cluster | None) -> Iterator[Finding]:
+def _tim_group(view: View, _: Cluster | None) -> Iterator[Finding]:
+    """The group `tim:`: unknown keys, values that cannot work, `tim.trainer_numerics` against what workers are told."""
     try:
         tim = TimConfig.of(view.config)
     except ConfigError as error:
@@ -109,7 +119,7 @@ def required_cpus(config: DictConfig) -> int:
 
     Tried with one rank in V1: 5 run, with 4 verl waits for ever.
     """
-    view = _View(config)
+    view = View(config)
     needed = CPUS_PER_RANK * view.ranks + 1
     if view.get("trainer.use_v1", True):
         needed += int(view.get("transfer_queue.backend.SimpleStorage.num_data_storage_units", 8))
@@ -122,7 +132,8 @@ def required_cpus(config: DictConfig) -> int:
     return needed
 
 
-def _ray_resources(view: _View, cluster: Cluster | None) -> Iterator[Finding]:
+def _ray_resources(view: View, cluster: Cluster | None) -> Iterator[Finding]:
+    """Ray CPUs and GPU slots: with fewer than verl needs it waits for ever without a word."""
     needed = required_cpus(view.config)
     if cluster is None:
         if view.get("ray_kwargs.ray_init.address") or os.environ.get("RAY_ADDRESS"):
@@ -140,7 +151,7 @@ def _ray_resources(view: _View, cluster: Cluster | None) -> Iterator[Finding]:
             f"{needed}; verl would wait for ever without a word",
             f"Set ray_kwargs.ray_init.num_cpus={max(needed, 16)}; they are slots for processes, not cores",
         )
-    if _cpu_only() and (gpus or 0) < view.ranks:
+    if view.cpu_only and (gpus or 0) < view.ranks:
         yield Finding(
             "ray_kwargs.ray_init.num_gpus",
             f"verl asks Ray for one GPU slot per trainer rank, {view.ranks} here, and Ray would have {gpus or 0:g} on "
@@ -149,14 +160,9 @@ def _ray_resources(view: _View, cluster: Cluster | None) -> Iterator[Finding]:
         )
 
 
-def _cpu_only() -> bool:
-    from verl_tim.training.accelerator import host_has_accelerator
-
-    return not host_has_accelerator()
-
-
-def _cpu_machine(view: _View, _: Cluster | None) -> Iterator[Finding]:
-    if not _cpu_only():
+def _cpu_machine(view: View, _: Cluster | None) -> Iterator[Finding]:
+    """On a machine without an accelerator: the device, the training engine, and attention that needs a GPU."""
+    if not view.cpu_only:
         return
     if view.get("trainer.device", "cuda") != "cpu":
         yield Finding(
@@ -177,8 +183,9 @@ def _cpu_machine(view: _View, _: Cluster | None) -> Iterator[Finding]:
         )
 
 
-def _strategy(view: _View, _: Cluster | None) -> Iterator[Finding]:
-    if not (view.contract or _cpu_only()):
+def _strategy(view: View, _: Cluster | None) -> Iterator[Finding]:
+    """The contract is written for FSDP2, and FSDP1 cannot run on a CPU."""
+    if not (view.contract or view.cpu_only):
         return
     why = "the numerics contract is written for FSDP2" if view.contract else "FSDP1 cannot run on a CPU"
     for key in ("actor_rollout_ref.actor.strategy", "actor_rollout_ref.ref.strategy"):
@@ -187,7 +194,8 @@ def _strategy(view: _View, _: Cluster | None) -> Iterator[Finding]:
             yield Finding(key, f"it is {strategy}, and {why}", "Set it to fsdp2")
 
 
-def _contract(view: _View, _: Cluster | None) -> Iterator[Finding]:
+def _contract(view: View, _: Cluster | None) -> Iterator[Finding]:
+    """What bypasses the contract in a trainer that asks for it, and names of implementations that verl ignores."""
     fused = bool(view.get("actor_rollout_ref.model.use_fused_kernels", False))
     backend = view.get(BACKEND_KEY)
     if not view.contract:
@@ -204,39 +212,28 @@ def _contract(view: _View, _: Cluster | None) -> Iterator[Finding]:
             "without it verl takes log-probs from logits, past the contract",
             "Set it to true",
         )
-    if view.get("actor_rollout_ref.model.external_lib") != EXTERNAL_LIB and not _cpu_only():
+    if view.get("actor_rollout_ref.model.external_lib") != EXTERNAL_LIB and not view.cpu_only:
         yield Finding(
             "actor_rollout_ref.model.external_lib",
             "the contract's engine is registered by this module",
             f"Set it to {EXTERNAL_LIB}",
         )
-    for key, bad, why, remedy in (
-        (
-            "actor.ulysses_sequence_parallel_size",
-            lambda v: int(v) > 1,
-            "the contract does not cover sequence parallelism",
-            "Set it to 1",
-        ),
-        ("model.lora_rank", lambda v: int(v) > 0, "the contract does not cover LoRA", "Set it to 0"),
-        ("model.lora.rank", lambda v: int(v) > 0, "the contract does not cover LoRA", "Set it to 0"),
-        ("model.lora_adapter_path", bool, "the contract does not cover LoRA", "Set it to null"),
-        ("model.use_liger", bool, "Liger replaces modules that the contract computes", "Set it to false"),
-        ("model.tiled_mlp.enabled", bool, "tiled MLP replaces modules that the contract computes", "Set it to false"),
-        ("actor.fsdp_config.qat.enable", bool, "the contract does not cover quantised training", "Set it to false"),
-        (
-            "actor.calculate_sum_pi_squared",
-            bool,
-            "it needs the whole logits, which the contract's forward does not keep",
-            "Set it to false",
-        ),
-        ("model.mtp.enable", bool, "the contract does not cover multi-token prediction", "Set it to false"),
-    ):
-        value = view.get(f"actor_rollout_ref.{key}")
-        if value is not None and bad(value):
-            yield Finding(f"actor_rollout_ref.{key}", f"it is {value}, and {why}", remedy)
+    # only the trainer asks for it, so the worker's engine does not know the key
+    whole_logits = Limit(
+        "sum-pi-squared",
+        "actor.calculate_sum_pi_squared",
+        bool,
+        "it needs the whole logits, which the contract's forward does not keep",
+        "Set it to false",
+    )
+    for limit in (*LIMITS, whole_logits):
+        value = view.get(f"actor_rollout_ref.{limit.key}")
+        if value is not None and limit.wrong(value):
+            yield Finding(f"actor_rollout_ref.{limit.key}", f"it is {value}, and {limit.problem}", limit.remedy)
 
 
-def _dtypes(view: _View, _: Cluster | None) -> Iterator[Finding]:
+def _dtypes(view: View, _: Cluster | None) -> Iterator[Finding]:
+    """vexact and the contract compute in one dtype, which the contract must cover."""
     if not (view.rollout_is_ours and view.contract):
         return
     trainer_key = "actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype"
@@ -244,7 +241,7 @@ def _dtypes(view: _View, _: Cluster | None) -> Iterator[Finding]:
     rollout = canonical(str(view.get("actor_rollout_ref.rollout.dtype", "bfloat16")))
     if trainer not in ("bfloat16", "float32"):
         yield Finding(trainer_key, f"the contract does not cover {trainer}", "Choose bf16, or fp32 on a CPU")
-    elif trainer == "float32" and not _cpu_only():
+    elif trainer == "float32" and not view.cpu_only:
         yield Finding(trainer_key, "on a GPU the contract covers bf16 only", "Set it to bf16")
     if trainer != rollout:
         yield Finding(
@@ -254,7 +251,8 @@ def _dtypes(view: _View, _: Cluster | None) -> Iterator[Finding]:
         )
 
 
-def _rollout(view: _View, _: Cluster | None) -> Iterator[Finding]:
+def _rollout(view: View, _: Cluster | None) -> Iterator[Finding]:
+    """Settings that vexact and stock cannot honour, options they do not know, and log-probs that are not recorded."""
     if not view.rollout_is_ours:
         return
     from verl_tim.rollout.options import refusals, rollout_options
@@ -290,7 +288,7 @@ def _rollout(view: _View, _: Cluster | None) -> Iterator[Finding]:
         )
 
 
-def _context_of(view: _View) -> int:
+def _context_of(view: View) -> int:
     """The model's context, tokens; without a readable config a limit that nothing exceeds (`_model` says more)."""
     import json
 
@@ -302,7 +300,8 @@ def _context_of(view: _View) -> int:
         return 2**62
 
 
-def _model(view: _View, _: Cluster | None) -> Iterator[Finding]:
+def _model(view: View, _: Cluster | None) -> Iterator[Finding]:
+    """vexact and the contract need a model folder of an architecture they know."""
     if not (view.rollout_is_ours or view.contract):
         return
     key = "actor_rollout_ref.model.path"
@@ -329,7 +328,8 @@ def _model(view: _View, _: Cluster | None) -> Iterator[Finding]:
         yield Finding(key, f"{path}: {error}", "Give a model of a supported architecture")
 
 
-def _data(view: _View, _: Cluster | None) -> Iterator[Finding]:
+def _data(view: View, _: Cluster | None) -> Iterator[Finding]:
+    """Data files that are absent or not in verl's schema."""
     from verl_tim.tasks.checks import check_dataset
     from verl_tim.tasks.errors import InputError
 
@@ -351,54 +351,12 @@ def _data(view: _View, _: Cluster | None) -> Iterator[Finding]:
                 yield Finding(key, str(error).removeprefix(f"{key}: "), remedy)
 
 
-_CORRECTION = "algorithm.rollout_correction"
-_WORKER_CORRECTION = "actor_rollout_ref.actor.policy_loss.rollout_correction"
-_LOSS_MODE = "actor_rollout_ref.actor.policy_loss.loss_mode"
+def _correction(view: View, _: Cluster | None) -> Iterator[Finding]:
+    """Settings under which the correction is unknown, contradictory, or would not reach the worker's loss."""
+    yield from correction_findings(view.config)
 
 
-def _correction(view: _View, _: Cluster | None) -> Iterator[Finding]:
-    """verl 0.9.1 freezes the worker's loss at start, so what the trainer is told must be told to the worker, too."""
-    correction = view.get(_CORRECTION)
-    if correction is None:
-        return
-    bypass = bool(correction.get("bypass_mode", False))
-    loss_mode = view.get(_LOSS_MODE, "vanilla")
-    mirrored = view.get(_WORKER_CORRECTION)
-    if bypass and loss_mode != "bypass_mode":
-        yield Finding(
-            _LOSS_MODE,
-            f"it is {loss_mode} although {_CORRECTION}.bypass_mode is on: verl's worker would correct nothing",
-            "Set it to bypass_mode (correction=bypass_ppo does)",
-        )
-    if not bypass and loss_mode == "bypass_mode":
-        yield Finding(
-            _LOSS_MODE,
-            f"bypass_mode takes old log-probs for the rollout's, which they are not: {_CORRECTION}.bypass_mode is off",
-            "Set loss_mode to vanilla, or bypass_mode to true",
-        )
-    if bypass and not view.get("actor_rollout_ref.rollout.calculate_log_probs", False):
-        yield Finding(
-            "actor_rollout_ref.rollout.calculate_log_probs",
-            f"{_CORRECTION}.bypass_mode needs the rollout's log-probs",
-            "Set it to true",
-        )
-    if bypass and mirrored is None:
-        yield Finding(
-            _WORKER_CORRECTION,
-            "verl's worker reads the correction here, and without it assumes rollout_is=sequence",
-            f"Set it to ${{{_CORRECTION}}} (with + before the key on a plain verl command line)",
-        )
-    if mirrored is not None:
-        for name in sorted(set(correction) | set(mirrored)):
-            if name != "_target_" and correction.get(name) != mirrored.get(name):
-                yield Finding(
-                    f"{_WORKER_CORRECTION}.{name}",
-                    f"the worker would use {mirrored.get(name)}, and {_CORRECTION}.{name} is {correction.get(name)}",
-                    f"Set {_WORKER_CORRECTION} to ${{{_CORRECTION}}}",
-                )
-
-
-_RULES: tuple[_Rule, ...] = (
+RULES: tuple[StartRule, ...] = (
     _tim_group,
     _ray_resources,
     _cpu_machine,

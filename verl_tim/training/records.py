@@ -3,7 +3,7 @@
 verl's loss returns scalars only. Whether the mismatch bends the objective is read from the
 log-prob of each token as the loss used it, and under bypass the first mini-batch is the only one that sees p_old. A
 record is a plain object under one metric key; verl gathers metric values over ranks and micro-batches as they are, and
-the trainer takes the records out before verl reduces the metrics (`take_records`).
+the trainer takes the records out before verl reduces the metrics (`take`).
 """
 
 from __future__ import annotations
@@ -28,15 +28,19 @@ class LossRecord:
     Attributes:
         row_B: int64, the row's number in the step's batch.
         log_prob_BT: float32, padded to the longest response of the micro-batch; meaningless where the row has no token.
+        kept_BT: bool, the tokens that the loss was taken over; None where verl's own loss took all valid ones.
+        number: mini-batches since the rollout was given weights, from 0.
         fresh: True if no optimiser step happened since the rollout was given these weights, so log p = log p_old.
     """
 
     row_B: np.ndarray
     log_prob_BT: np.ndarray
+    kept_BT: np.ndarray | None
+    number: int
     fresh: bool
 
 
-def recording_loss(loss_function: Callable, *, fresh: bool) -> Callable:
+def recording_loss(loss_function: Callable, *, number: int, fresh: bool) -> Callable:
     """Wrap verl's loss so that its metrics carry a `LossRecord`; its value and other metrics are untouched.
 
     Data without `ROW_FIELD` (a trainer that is not ours) is not recorded.
@@ -50,30 +54,43 @@ def recording_loss(loss_function: Callable, *, fresh: bool) -> Callable:
         if model_output is None or data is None or ROW_FIELD not in data.keys():  # noqa: SIM118 (a TensorDict is no dict)
             return result
         value, metrics = result
-        metrics[RECORD_METRIC] = _record(model_output["log_probs"], data, fresh)
+        log_prob_BT = no_padding_2_padding(model_output["log_probs"].detach(), data)
+        metrics[RECORD_METRIC] = record(log_prob_BT, None, data, number=number, fresh=fresh)
         return value, metrics
 
     return loss
 
 
-def _record(log_probs: torch.Tensor, data: Any, fresh: bool) -> LossRecord:
-    log_prob_BT = no_padding_2_padding(log_probs.detach(), data)
+def record(
+    log_prob_BT: torch.Tensor, kept_BT: torch.Tensor | None, data: Any, *, number: int, fresh: bool
+) -> LossRecord:
+    """The record of a micro-batch `data` that has a `ROW_FIELD`."""
     rows = data[ROW_FIELD]
     rows = rows.values() if rows.is_nested else rows  # nested in V1, dense in the legacy trainer
     return LossRecord(
         row_B=rows.reshape(-1).cpu().numpy().astype(np.int64),
-        log_prob_BT=log_prob_BT.float().cpu().numpy(),
+        log_prob_BT=log_prob_BT.detach().float().cpu().numpy(),
+        kept_BT=None if kept_BT is None else kept_BT.cpu().numpy(),
+        number=number,
         fresh=fresh,
     )
 
 
-def take_records(metrics: dict[str, Any]) -> list[LossRecord]:
-    """Remove and return the records from unreduced worker metrics, whatever prefix verl has put before the key."""
-    records: list[LossRecord] = []
-    for key in [key for key in metrics if key.endswith(RECORD_METRIC)]:
+def take(metrics: dict[str, Any], name: str) -> list[Any]:
+    """Remove and return the plain objects under one key of unreduced worker metrics, whatever prefix verl put before
+    it."""
+    taken: list[Any] = []
+    for key in [key for key in metrics if key.endswith(name)]:
         value = metrics.pop(key)
-        records.extend(value if isinstance(value, list) else [value])
-    return records
+        taken.extend(value if isinstance(value, list) else [value])
+    return taken
+
+
+def padded(values_BT: np.ndarray, width: int) -> torch.Tensor:
+    """A record's (B, T) array at the width of the step's batch; what is added is 0 and behind every response."""
+    # copied: what Ray delivers is read-only
+    values = torch.tensor(values_BT[:, :width])
+    return torch.nn.functional.pad(values, (0, width - values.shape[1]))
 
 
 @dataclass(frozen=True)
@@ -82,11 +99,13 @@ class SeenByLoss:
 
     Attributes:
         log_prob_BT: float32, NaN where a row or token was not recorded.
+        kept_BT: bool, the tokens of recorded rows that the loss was taken over; None where no mask was recorded.
         seen_B: bool, rows that were recorded.
         fresh_B: bool, rows recorded before the step's first optimiser update.
     """
 
     log_prob_BT: torch.Tensor
+    kept_BT: torch.Tensor | None
     seen_B: torch.Tensor
     fresh_B: torch.Tensor
 
@@ -94,14 +113,18 @@ class SeenByLoss:
 def assemble(records: list[LossRecord], rows: int, width: int) -> SeenByLoss:
     """Records to one (rows, width) tensor. With several PPO epochs a row's first appearance counts."""
     log_prob_BT = torch.full((rows, width), float("nan"), dtype=torch.float32)
+    masked = bool(records) and all(record.kept_BT is not None for record in records)
+    kept_BT = torch.zeros(rows, width, dtype=torch.bool)
     seen_B = torch.zeros(rows, dtype=torch.bool)
     fresh_B = torch.zeros(rows, dtype=torch.bool)
     for record in records:
-        for row, values_T in zip(record.row_B.tolist(), record.log_prob_BT, strict=True):
+        for place, (row, values_T) in enumerate(zip(record.row_B.tolist(), record.log_prob_BT, strict=True)):
             if seen_B[row]:
                 continue
-            take = min(width, len(values_T))
-            log_prob_BT[row, :take] = torch.tensor(values_T[:take])  # copied: Ray's arrays are read-only
+            length = min(width, len(values_T))
+            log_prob_BT[row, :length] = torch.tensor(values_T[:length])  # copied: Ray's arrays are read-only
+            if record.kept_BT is not None:
+                kept_BT[row, :length] = torch.tensor(record.kept_BT[place, :length])
             seen_B[row] = True
             fresh_B[row] = record.fresh
-    return SeenByLoss(log_prob_BT, seen_B, fresh_B)
+    return SeenByLoss(log_prob_BT, kept_BT if masked else None, seen_B, fresh_B)

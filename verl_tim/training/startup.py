@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 import ray
 from omegaconf import OmegaConf, open_dict
 
+from verl_tim.training.baseline_gate import BaselineGate, check_setup
 from verl_tim.training.config import ROLLOUTS, TimConfig
+from verl_tim.training.correction_config import clip_range, of_run
 from verl_tim.training.observer import StepObserver
 from verl_tim.training.preflight import Cluster, check
 
@@ -19,22 +22,25 @@ def check_cluster(config: Any) -> None:
     Raises:
         ConfigError: names every key that cannot work and the remedy.
     """
+    BaselineGate.of(TimConfig.of(config).gate)  # a missing file is found before the workers start
     resources = ray.cluster_resources()
     check(config, cluster=Cluster(cpus=resources.get("CPU", 0.0), gpus=resources.get("GPU", 0.0)))
 
 
 def make_observer(tim: TimConfig, config: Any, tokenizer: Any) -> StepObserver:
     """The step observer of a run. The gate acts only where exactness is promised: rollout vexact, trainer contract."""
-    actor = config.actor_rollout_ref.actor
-    correction = OmegaConf.select(config, "algorithm.rollout_correction")
+    actor, correction = config.actor_rollout_ref.actor, of_run(config)
+    low, high = clip_range(actor)
     gated = tim.gate.exact and config.actor_rollout_ref.rollout.name == "vexact" and tim.trainer_numerics == "contract"
     return StepObserver(
         tim,
         gated=gated,
-        bypass=bool(correction and correction.get("bypass_mode", False)),
-        clip_ratio_low=float(actor.clip_ratio_low if actor.clip_ratio_low is not None else actor.clip_ratio),
-        clip_ratio_high=float(actor.clip_ratio_high if actor.clip_ratio_high is not None else actor.clip_ratio),
+        bypass=correction.bypass_mode,
+        clip_ratio_low=low,
+        clip_ratio_high=high,
         decode=lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False),
+        correction=dataclasses.asdict(correction),
+        model_path=str(config.actor_rollout_ref.model.path),
     )
 
 
@@ -77,6 +83,7 @@ def record_run(tim: TimConfig, config: Any, worker_group: Any, server_manager: A
     from verl_tim.training.manifest import run_manifest
 
     manifest = run_manifest(tim, config, worker_group, server_manager)
+    check_setup(tim.gate, manifest)
     if tim.run_dir is not None:
         folder = Path(tim.run_dir)
         folder.mkdir(parents=True, exist_ok=True)

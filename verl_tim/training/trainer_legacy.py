@@ -1,4 +1,4 @@
-"""verl's legacy trainer (`trainer.use_v1=false`) with verl_tim's eyes, as `trainer_v1` has them.
+"""verl's legacy trainer (`trainer.use_v1=false`) with verl_tim's eyes and correction, as `trainer_v1` has them.
 
 Does nothing of its own for a run that uses nothing of verl_tim.
 """
@@ -10,26 +10,37 @@ from typing import Any
 
 import torch
 from verl.protocol import DataProto
-from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer, compute_advantage
 
+from verl_tim.correction import RolloutCorrectionConfig
 from verl_tim.plugin import ensure_registered
+from verl_tim.rollout.recorded import RECORD_PARAM, RECORDED_FIELD, Recorded
+from verl_tim.training.baseline import counted_rows, take_kept_baseline
+from verl_tim.training.baseline_gate import StopAfterCheckpoint
+from verl_tim.training.choices import marked_rows
 from verl_tim.training.config import TimConfig, uses_verl_tim
+from verl_tim.training.correction_config import install
+from verl_tim.training.correction_loss import OLD_FORWARD_FIELD
+from verl_tim.training.correction_report import REPORT_METRIC, step_metrics
+from verl_tim.training.forward_records import FORWARD_METRIC, SAMPLED_FIELD
 from verl_tim.training.observer import StepBatch, StepObserver
-from verl_tim.training.records import ROW_FIELD, take_records
+from verl_tim.training.records import RECORD_METRIC, ROW_FIELD, take
+from verl_tim.training.reward_kl import missing_is_neutral
 from verl_tim.training.startup import RolloutWatch, check_cluster, make_observer, record_run
 
 
-class TimRayPPOTrainer(RayPPOTrainer):
+class TimRayPPOTrainer(StopAfterCheckpoint, RayPPOTrainer):
     """`RayPPOTrainer` as verl_tim puts it into `verl.trainer.main_ppo_v0`."""
 
     def __init__(self, config, *args, **kwargs):
         self.tim: TimConfig | None = None
         self.observer: StepObserver | None = None
         self.watch: RolloutWatch | None = None
-        self._whole_mask: torch.Tensor | None = None
+        self.correction: RolloutCorrectionConfig | None = None
         if uses_verl_tim(config):
             ensure_registered()
             self.tim = TimConfig.of(config)
+            self.correction = install(config)
         super().__init__(config, *args, **kwargs)
 
     def init_workers(self) -> None:
@@ -42,29 +53,82 @@ class TimRayPPOTrainer(RayPPOTrainer):
             record_run(self.tim, self.config, self.actor_rollout_wg, self.llm_server_manager)
 
     def _compute_old_log_prob(self, batch: DataProto):
-        # verl's rejection puts a smaller response_mask over this one before the update
-        self._whole_mask = batch.batch["response_mask"].clone()
-        return super()._compute_old_log_prob(batch)
+        if self.observer is None:
+            return super()._compute_old_log_prob(batch)
+        recorded = batch.non_tensor_batch.pop(RECORDED_FIELD, None)
+        self._number_rows(batch, recorded)
+        try:
+            return super()._compute_old_log_prob(batch)
+        finally:
+            _forget_rows(batch)
+            if recorded is not None:
+                batch.non_tensor_batch[RECORDED_FIELD] = recorded
+
+    def _number_rows(self, batch: DataProto, recorded: Any) -> None:
+        batch.batch[ROW_FIELD] = torch.arange(len(batch)).unsqueeze(1)
+        if recorded is not None:
+            batch.batch[SAMPLED_FIELD] = marked_rows(recorded)
 
     def _update_actor(self, batch: DataProto) -> DataProto:
-        if self.observer is None or self.watch is None:
+        if self.observer is None or self.watch is None or self.correction is None:
             return super()._update_actor(batch)
         counters = self.watch.check()
+        if self.correction.old_forward:
+            # the actor still has the weights that generated the batch
+            batch.batch[OLD_FORWARD_FIELD] = self._compute_old_log_prob(batch)[0].batch["old_log_probs"]
+        if self.correction.baseline_scope == "kept":
+            self._kept_baseline(batch)
         step_batch = self._step_batch(batch)
         self.observer.before_update(self.global_steps, step_batch)
-        batch.batch[ROW_FIELD] = torch.arange(len(batch)).unsqueeze(1)
+        # of no use to the workers, and large
+        batch.non_tensor_batch.pop(RECORDED_FIELD, None)
+        batch.non_tensor_batch.pop(RECORD_PARAM, None)
+        self._number_rows(batch, step_batch.recorded)
         output = super()._update_actor(batch)
-        batch.batch.pop(ROW_FIELD)
-        records = take_records(output.meta_info["metrics"])
-        output.meta_info["metrics"].update(counters)
-        output.meta_info["metrics"].update(self.observer.after_update(self.global_steps, step_batch, records))
+        _forget_rows(batch)
+        metrics = output.meta_info["metrics"]
+        records, reports, forwards = (take(metrics, name) for name in (RECORD_METRIC, REPORT_METRIC, FORWARD_METRIC))
+        metrics.update(counters)
+        metrics.update(step_metrics(reports, self.correction))
+        metrics.update(self.observer.after_update(self.global_steps, step_batch, records, reports, forwards))
+        self._save_if_stopped()
         return output
+
+    def fit(self) -> None:
+        if self.tim is None:
+            super().fit()
+            return
+        # verl computes rewards in the middle of it
+        with missing_is_neutral():
+            super().fit()
+        self._raise_if_stopped(at_end=True)
+
+    def _get_gen_batch(self, batch: DataProto) -> DataProto:
+        # the first thing verl does with a step's prompts; it also opens a validation, which belongs to its step
+        self._raise_if_stopped()
+        return super()._get_gen_batch(batch)
+
+    def _kept_baseline(self, batch: DataProto) -> None:
+        """verl computes advantages in the middle of `fit`; the actor has not used them yet."""
+        assert self.correction is not None
+        algorithm = self.config.algorithm
+
+        def compute(part: DataProto, rows: list[int]) -> DataProto:
+            return compute_advantage(
+                part,
+                adv_estimator=algorithm.adv_estimator,
+                gamma=algorithm.gamma,
+                lam=algorithm.lam,
+                num_repeat=self.config.actor_rollout_ref.rollout.n,
+                norm_adv_by_std_in_grpo=algorithm.get("norm_adv_by_std_in_grpo", True),
+                config=algorithm,
+            )
+
+        take_kept_baseline(batch, counted_rows(self.correction, batch), algorithm.adv_estimator, compute)
 
     def _step_batch(self, batch: DataProto) -> StepBatch:
         tensors, others = batch.batch, batch.non_tensor_batch
         assert self.observer is not None
-        kept = tensors["response_mask"]
-        whole = kept if self.observer.bypass or self._whole_mask is None else self._whole_mask
         prompt_width = tensors["prompts"].shape[1]
         attention = tensors["attention_mask"].bool()
         prompts = [
@@ -85,14 +149,20 @@ class TimRayPPOTrainer(RayPPOTrainer):
         known = bool(versions) and all(version is not None for version in versions)
         return StepBatch(
             keys=[f"{uid}_{row}" for row, uid in enumerate(others["uid"])],
-            old_log_probs_BT=None if self.observer.bypass else tensors["old_log_probs"],
+            old_log_probs_BT=tensors.get(OLD_FORWARD_FIELD if self.observer.bypass else "old_log_probs", None),
             rollout_log_probs_BT=tensors.get("rollout_log_probs", None),
-            response_mask_BT=whole,
-            kept_mask_BT=None if self.observer.bypass else kept,
+            response_mask_BT=tensors["response_mask"],
             advantages_BT=tensors["advantages"],
             scores_B=tensors["token_level_scores"].sum(dim=1),
             prompts=prompts,
             responses=responses,
+            uids=[str(uid) for uid in others["uid"]],
+            recorded=[Recorded.of_wire(entry) for entry in others.get(RECORDED_FIELD, [None] * len(batch))],
             versions_B=torch.tensor([int(version) for version in versions]) if known else None,
             data=extra,
         )
+
+
+def _forget_rows(batch: DataProto) -> None:
+    for name in (ROW_FIELD, SAMPLED_FIELD):
+        batch.batch.pop(name, None)

@@ -1,0 +1,71 @@
+"""What the numerics contract does not cover, once for the start-up checks and once more for the worker's engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+
+class Limit(NamedTuple):
+    """One setting under which the contract would be bypassed.
+
+    Attributes:
+        name: a short name, for the doctor's rule.
+        key: the config key, below `actor_rollout_ref.`.
+        wrong: whether a value of it bypasses the contract; never called with None.
+        problem: why.
+        remedy: what to do about it.
+    """
+
+    name: str
+    key: str
+    wrong: Callable[[Any], bool]
+    problem: str
+    remedy: str
+
+
+LIMITS = (
+    Limit(
+        "sequence-parallel",
+        "actor.ulysses_sequence_parallel_size",
+        lambda value: int(value) > 1,
+        "the contract does not cover sequence parallelism, which splits sequences across ranks",
+        "Set it to 1",
+    ),
+    Limit("lora", "model.lora_rank", lambda value: int(value) > 0, "the contract does not cover LoRA", "Set it to 0"),
+    Limit("lora", "model.lora.rank", lambda value: int(value) > 0, "the contract does not cover LoRA", "Set it to 0"),
+    Limit("lora", "model.lora_adapter_path", bool, "the contract does not cover LoRA", "Set it to null"),
+    Limit("liger", "model.use_liger", bool, "Liger replaces modules that the contract computes", "Set it to false"),
+    Limit(
+        "tiled-mlp",
+        "model.tiled_mlp.enabled",
+        bool,
+        "tiled MLP replaces modules that the contract computes",
+        "Set it to false",
+    ),
+    Limit(
+        "quantised-training",
+        "actor.fsdp_config.qat.enable",
+        bool,
+        "the contract does not cover quantised training",
+        "Set it to false",
+    ),
+    Limit(
+        "multi-token-prediction",
+        "model.mtp.enable",
+        bool,
+        "the contract does not cover multi-token prediction",
+        "Set it to false",
+    ),
+)
+
+
+def value_in_worker(key: str, model_config: Any, engine_config: Any) -> Any:
+    """A limit's value as a worker has it: `model.*` in its model config, `actor.*` in its engine config."""
+    head, *path = key.split(".")
+    value = model_config if head == "model" else engine_config
+    for name in path[1:] if path[0] == "fsdp_config" else path:
+        if value is None:
+            return None
+        value = value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
+    return value
