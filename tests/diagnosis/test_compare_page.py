@@ -10,10 +10,11 @@ from html.parser import HTMLParser
 import pytest
 from fake_runs import write_run
 
-from verl_tim.diagnosis.compare import compare
-from verl_tim.diagnosis.figures import build_sections, draw, moving_mean, run_colors, zero_row
+from verl_tim.diagnosis.compare import Options, compare
+from verl_tim.diagnosis.figures import build_sections, draw, run_colors, zero_row
 from verl_tim.diagnosis.page import render_page, sample_rows
 from verl_tim.diagnosis.run_folder import RunFolder, Sample
+from verl_tim.diagnosis.smoothing import Smoothing
 
 HOSTILE = "</script><script>alert('x')</script><img src=x onerror=alert(1)>"
 VOID = {"meta", "br", "img", "input", "link", "hr", "wbr"}
@@ -128,7 +129,7 @@ def test_a_metric_that_one_run_lacks_is_said_so(runs):
     page = Page(render_page(comparison))
     entropy = page.data()["figures"]["entropy"]
     assert {trace["meta"]["run"] for trace in entropy["data"]} == {0, 1}
-    legend = next(d for s in build_sections(comparison.runs) for d in s.drawings if d.plot.id == "entropy").legend
+    legend = next(d for s in build_sections(comparison.groups) for d in s.drawings if d.plot.id == "entropy").legend
     assert [bool(entry.last) for entry in legend] == [True, True, False]
     assert "not logged" in page.text
 
@@ -147,7 +148,7 @@ def test_exact_zeros_have_a_row_of_their_own_on_the_log_axis(pair_page):
     row = axis["tickvals"][0]
     assert axis["ticktext"][0] == "0"
     exact = [trace for trace in figure["data"] if trace["meta"]["run"] == 0]
-    assert len(exact) == 2
+    assert len(exact) == 3
     for trace in exact:
         assert set(trace["y"]) == {row}
         assert set(trace["text"]) == {"0"}
@@ -239,26 +240,32 @@ def test_several_validation_sets_have_a_plot_each(tmp_path):
     assert "Validation: gsm_symbolic" in page.text
 
 
-def test_short_runs_have_whole_steps_and_no_smoothing(tmp_path, pair_page):
+def test_short_runs_have_whole_steps(tmp_path, pair_page):
     page = Page(render_page(compare([write_run(tmp_path / "run", steps=3)])))
     figure = page.data()["figures"]["reward"]
     assert figure["layout"]["xaxis"]["dtick"] == 1
-    assert len(figure["data"]) == 1
-    assert "mean of five steps" not in page.text
-    assert "mean of five steps" in pair_page.text
     assert "dtick" not in pair_page.data()["figures"]["reward"]["layout"]["xaxis"]
 
 
-def test_smoothing_shifts_nothing():
-    ramp = [float(i) for i in range(12)]
-    assert moving_mean(ramp) == ramp
-    assert moving_mean([1.0, 5.0]) == [1.0, 5.0]
+def test_smoothing_is_off_by_default_and_stated_on_every_plot(runs, pair_page):
+    assert {t["meta"]["role"] for f in pair_page.data()["figures"].values() for t in f["data"]} <= {"line", "band"}
+    assert "Bold:" not in pair_page.text
+    page = Page(render_page(compare(runs[:2], options=Options(smoothing=Smoothing.parse("ema:0.5")))))
+    figures = page.data()["figures"]
+    for figure in figures.values():
+        assert any(trace["meta"]["role"] == "smooth" for trace in figure["data"])
+    assert page.text.count("Bold: exponential mean, weight 0.5 over the faint values.") == len(figures)
+    raw, smooth = (
+        next(t["y"] for t in figures["reward"]["data"] if t["meta"] == {"run": 0, "role": role})
+        for role in ("line", "smooth")
+    )
+    assert smooth[1] == pytest.approx((raw[0] * 0.5 + raw[1]) / 1.5)
 
 
 def test_draw_is_none_without_data(runs):
     from verl_tim.diagnosis.curves import Line, Plot
 
-    assert draw(Plot("x", "X", (Line(("nothing",)),)), compare(runs[:1]).runs) is None
+    assert draw(Plot("x", "X", (Line(("nothing",)),)), compare(runs[:1]).groups) is None
 
 
 def test_size_is_sane(runs):

@@ -15,7 +15,7 @@ from verl_tim.diagnosis.compare import compare
 from verl_tim.diagnosis.config_diff import correction_name, diff_configs
 from verl_tim.diagnosis.formats import count, listed, percent, short
 from verl_tim.diagnosis.manifest import ManifestError
-from verl_tim.diagnosis.run_folder import MetricLog, Record, RunFolderError
+from verl_tim.diagnosis.metric_log import MetricLog, Record, RunFolderError
 from verl_tim.diagnosis.verdict import compare_rewards, exactness
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from verl_tim.diagnosis.run_folder import MetricLog, Record
+from verl_tim.diagnosis.metric_log import MetricLog, Record
 from verl_tim.diagnosis.speed import speed
 
 

@@ -4,88 +4,40 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from rich.console import Group
-from rich.padding import Padding
-from rich.table import Table
-from rich.text import Text
+from rich.console import RenderableType
 
-from verl_tim.diagnosis.config_diff import correction_name, diff_configs
-from verl_tim.diagnosis.curves import DELTA_MAX, DELTA_MEAN, EXACT_FRACTION, REWARD, validation_label, validation_names
-from verl_tim.diagnosis.formats import percent, short
+from verl_tim.diagnosis.config_diff import diff_configs
+from verl_tim.diagnosis.curves import (
+    DELTA_MAX,
+    DELTA_MEAN,
+    DELTA_P99,
+    EXACT_FRACTION,
+    REWARD,
+    validation_label,
+    validation_names,
+)
+from verl_tim.diagnosis.early_warning import BandRule, Departure, early_warning
+from verl_tim.diagnosis.groups import SEED_KEY, Group, named_groups, seed_groups
 from verl_tim.diagnosis.manifest import Difference, Manifest, diff
-from verl_tim.diagnosis.run_folder import MetricLog, RunFolder, RunFolderError, Sample
+from verl_tim.diagnosis.metric_log import MetricLog, RunFolderError
+from verl_tim.diagnosis.run import Run
+from verl_tim.diagnosis.smoothing import Smoothing
 from verl_tim.diagnosis.speed import Speed, speed
 from verl_tim.diagnosis.verdict import Exactness, Verdict, exactness, judge
 
-UNKNOWN = "unknown"
-
-
-@dataclass(frozen=True)
-class Run:
-    """One run as the comparison reads it."""
-
-    name: str
-    path: Path
-    rollout: str
-    correction: str
-    trainer_numerics: str | None
-    log: MetricLog
-    manifest: Manifest | None
-    config: dict[str, Any] | None
-    samples: list[Sample]
-
-    @classmethod
-    def read(cls, path: str | Path, name: str | None = None) -> Run:
-        """Read a run folder. Names come from the manifest, which the running processes wrote, else from the config.
-
-        Raises:
-            RunFolderError, ManifestError: the folder holds no run, no metrics, or something corrupt.
-        """
-        folder = RunFolder(path)
-        manifest, config = folder.manifest(), folder.config()
-        rollout = correction = numerics = None
-        if manifest is not None:
-            rollout, correction = manifest.run.rollout, manifest.run.correction
-            numerics = manifest.run.trainer_numerics or manifest.trainer.facts.numerics
-        if config is not None:
-            tim = config.get("tim") or {}
-            rollout = rollout or ((config.get("actor_rollout_ref") or {}).get("rollout") or {}).get("name")
-            correction = correction or correction_name(config)
-            numerics = numerics or tim.get("trainer_numerics")
-        return cls(
-            name=name or folder.name,
-            path=folder.path,
-            rollout=rollout or UNKNOWN,
-            correction=correction or UNKNOWN,
-            trainer_numerics=numerics,
-            log=folder.metrics(),
-            manifest=manifest,
-            config=config,
-            samples=folder.samples(),
-        )
-
-    @property
-    def steps(self) -> int:
-        """The last training step logged (0 when only a validation before training was)."""
-        return max((record.step for record in self.log.records), default=0)
-
-    def statistics(self) -> dict[str, dict[str, float]]:
-        """Metric name -> first, last, max and mean of its finite values, in step order."""
-        table = {}
-        for name in self.log.names():
-            _, values = self.log.series(name)
-            table[name] = {"first": values[0], "last": values[-1], "max": max(values), "mean": fmean(values)}
-        return table
+NO_BASELINE = (
+    "No run here has an exact rollout: name the baseline (--baseline RUN) to see which signal leaves its band."
+)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the summary: a metric's first, last and mean value per run; None where a run lacks it."""
+    """One line of the summary: a metric's first, last and mean value per group; None where it lacks it."""
 
     label: str
     metric: str
@@ -94,16 +46,45 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Options:
+    """How runs are compared.
+
+    Attributes:
+        baseline: name of a run or group; None takes the first with rollout vexact.
+        groups: `LABEL=PATTERN` rules over run names.
+        by_seed: group runs whose manifests and configs are equal but for the seed; rules turn it off.
+        smoothing: drawn beside the values.
+        band: of the early warning.
+    """
+
+    baseline: str | None = None
+    groups: tuple[str, ...] = ()
+    by_seed: bool = True
+    smoothing: Smoothing | None = None
+    band: BandRule = field(default_factory=BandRule)
+
+
+@dataclass(frozen=True)
 class Comparison:
     """Several runs, what differs between them besides the rollout, and what they show.
 
     Attributes:
-        differences: from manifests and configs, without the rollout.
+        runs: each run that was given.
+        groups: what one curve or column stands for: a run, or all seeds of a setting.
+        units: one run per group; of several seeds, with their pooled metrics (Group.log).
+        baseline: the group that the others are held against, or None.
+        warnings: which signal leaves the baseline's band when.
+        differences: from manifests and configs, without the rollout and, where seeds are grouped, the seed.
         rollout_differences: what the change of rollout consists of.
         disagreements: run -> facts in which processes of one side differ from each other.
     """
 
     runs: list[Run]
+    groups: list[Group]
+    units: list[Run]
+    options: Options
+    baseline: Group | None
+    warnings: list[Departure]
     differences: list[Difference]
     rollout_differences: list[Difference]
     disagreements: dict[str, list[str]]
@@ -112,23 +93,23 @@ class Comparison:
     states: list[Exactness]
     verdict: Verdict
 
+    def group_of(self, run: int) -> int:
+        """Place of the group that a run is in."""
+        return next(at for at, group in enumerate(self.groups) if run in group.members)
+
+    def band_text(self) -> str:
+        """How the baseline's band is made."""
+        return self.options.band.text(len(self.baseline.members) if self.baseline else 1)
+
     def summary(self) -> list[Row]:
-        """The metrics a reader asks for first; those no run logged are left out."""
-        rows = []
-        for label, names, kind in _summary_metrics([run.log for run in self.runs]):
-            values: list[tuple[float | None, float | None, float | None]] = []
-            used = names[0]
-            for run in self.runs:
-                name = next((name for name in names if run.log.series(name)[0]), None)
-                if name is None:
-                    values.append((None, None, None))
-                    continue
-                used = name
-                series = run.log.series(name)[1]
-                values.append((series[0], series[-1], fmean(series)))
-            if any(mean is not None for *_, mean in values):
-                rows.append(Row(label, used, kind, values))
-        return rows
+        """What a reader asks for first, per group."""
+        return summarise(self.units)
+
+    def table(self) -> RenderableType:
+        """For the terminal."""
+        from verl_tim.diagnosis.compare_table import comparison_table
+
+        return comparison_table(self)
 
     def to_dict(self) -> dict[str, Any]:
         """`compare.json`."""
@@ -143,11 +124,18 @@ class Comparison:
                 }
                 for run in self.runs
             ],
+            "groups": [{"name": g.name, "runs": [self.runs[at].name for at in g.members]} for g in self.groups],
             "verdict": {
                 "lead": self.verdict.lead,
                 "notes": self.verdict.notes,
                 "alerts": self.verdict.alerts,
             },
+            "early_warning": {
+                "baseline": self.baseline.name if self.baseline else None,
+                "band": {**asdict(self.options.band), "text": self.band_text()},
+                "signals": [asdict(departure) for departure in self.warnings],
+            },
+            "smoothing": str(self.options.smoothing) if self.options.smoothing else None,
             "differences": [{"key": d.key, "values": d.values} for d in self.differences],
             "rollout_differences": [{"key": d.key, "values": d.values} for d in self.rollout_differences],
             "not_compared": self.unknown,
@@ -156,60 +144,43 @@ class Comparison:
             "speed": {run.name: vars(speed) for run, speed in zip(self.runs, self.speeds, strict=True)},
         }
 
-    def write(self, folder: str | Path, stem: str = "compare") -> tuple[Path, Path]:
-        """Write `<stem>.json` and `<stem>.html` into a folder (made if need be); returns both paths."""
+    def write(self, folder: str | Path, stem: str = "compare", *, png: bool = False) -> list[Path]:
+        """Write `<stem>.json`, `<stem>.html` and, if asked for, `<stem>.png` into a folder (made if need be).
+
+        Returns:
+            Their paths, in that order.
+        """
         from verl_tim.diagnosis.page import render_page  # plotly is slow to import, and the table does not need it
 
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        json_path, html_path = folder / f"{stem}.json", folder / f"{stem}.html"
-        json_path.write_text(
+        paths = [folder / f"{stem}.json", folder / f"{stem}.html"]
+        paths[0].write_text(
             json.dumps(self.to_dict(), indent=1, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8"
         )
-        html_path.write_text(render_page(self), encoding="utf-8")
-        return json_path, html_path
+        paths[1].write_text(render_page(self), encoding="utf-8")
+        if png:
+            from verl_tim.diagnosis.png import write_png
 
-    def table(self) -> Group:
-        """For the terminal: the verdict, what differs, and the summary."""
-        parts: list[Any] = [Padding(Text(self.verdict.lead), (0, 0, 1, 0))]
-        parts += [Text(f"! {alert}", style="bold red") for alert in self.verdict.alerts]
-        parts += [Text(f"- {note}", style="yellow") for note in self.verdict.notes]
-        if self.differences:
-            table = Table(
-                title="What differs besides the rollout", title_justify="left", box=None, padding=(0, 2, 0, 0)
-            )
-            table.add_column("setting")
-            for run in self.runs:
-                table.add_column(run.name)
-            for d in self.differences:
-                table.add_row(d.key, *(_shown(d.values[run.name]) for run in self.runs))
-            parts.append(table)
-        elif len(self.runs) > 1 and not self.unknown:
-            parts.append(Text("Nothing but the rollout differs between the runs.", style="green"))
-        for name in self.unknown:
-            parts.append(Text(f"- {name}", style="yellow"))
-        table = Table(title_justify="left")
-        table.add_column("")
-        for run in self.runs:
-            for at, heading in enumerate(("first", "last", "mean")):
-                title = f"{run.name}\n{heading}" if at == 0 else f"\n{heading}"
-                table.add_column(title, justify="right", no_wrap=True)
-        for row in self.summary():
-            table.add_row(row.label, *(written(value, row.kind) for values in row.values for value in values))
-        parts.append(table)
-        return Group(*parts)
+            paths.append(folder / f"{stem}.png")
+            write_png(self, paths[-1])
+        return paths
 
 
-def compare(run_dirs: Sequence[str | Path], names: Sequence[str] | None = None) -> Comparison:
-    """Read run folders and set them side by side, aligned by step.
+def compare(
+    run_dirs: Sequence[str | Path], names: Sequence[str] | None = None, options: Options | None = None
+) -> Comparison:
+    """Read runs and set them side by side, aligned by step.
 
     Args:
-        run_dirs: one or more run folders.
+        run_dirs: one or more run folders, tracker folders or metrics files (Run.read).
         names: how to call them; the folders' names otherwise, with as much of the parent path as tells them apart.
+        options: baseline, groups, smoothing and band.
     Raises:
-        ValueError: no folder, one given twice, or names that do not fit.
+        ValueError: no folder, one given twice, names or groups that do not fit, or a baseline that is not among them.
         RunFolderError, ManifestError: a folder without a run or metrics, or with something corrupt.
     """
+    options = options or Options()
     paths = [Path(path).expanduser().absolute() for path in run_dirs]
     if not paths:
         raise ValueError("compare needs at least one run folder")
@@ -221,10 +192,20 @@ def compare(run_dirs: Sequence[str | Path], names: Sequence[str] | None = None) 
     elif len(names) != len(paths) or len(set(names)) != len(names):
         raise ValueError(f"names must be distinct, one per run folder: got {len(names)} for {len(paths)} folders")
     runs = [Run.read(path, name) for path, name in zip(paths, names, strict=True)]
+    groups = _groups(runs, options)
+    units = [replace(runs[g.members[0]], name=g.name, log=g.log()) for g in groups]
+    baseline = _baseline(groups, units, options.baseline)
     differences, unknown = _differences(runs)
+    if any(len(group.members) > 1 for group in groups):
+        differences = [d for d in differences if not SEED_KEY.fullmatch(d.key)]
     found = [d for d in differences if not d.of_rollout]
     return Comparison(
         runs=runs,
+        groups=groups,
+        units=units,
+        options=options,
+        baseline=baseline,
+        warnings=early_warning(groups, baseline, options.band) if baseline else [],
         differences=found,
         rollout_differences=[d for d in differences if d.of_rollout],
         disagreements={
@@ -235,8 +216,28 @@ def compare(run_dirs: Sequence[str | Path], names: Sequence[str] | None = None) 
         unknown=unknown,
         speeds=[speed(run.log) for run in runs],
         states=[exactness(run.log) for run in runs],
-        verdict=judge(runs, len(found)),
+        verdict=judge(units, len(found), seeds=min(len(group.members) for group in groups)),
     )
+
+
+def summarise(runs: Sequence[Run]) -> list[Row]:
+    """The metrics a reader asks for first, one value triple per run; those no run logged are left out."""
+    rows = []
+    logs = [run.log for run in runs]
+    for label, names, kind in _summary_metrics(logs):
+        values: list[tuple[float | None, float | None, float | None]] = []
+        used = names[0]
+        for log in logs:
+            name = next((name for name in names if log.series(name)[0]), None)
+            if name is None:
+                values.append((None, None, None))
+                continue
+            used = name
+            series = log.series(name)[1]
+            values.append((series[0], series[-1], fmean(series)))
+        if any(mean is not None for *_, mean in values):
+            rows.append(Row(label, used, kind, values))
+    return rows
 
 
 def distinct_names(paths: Sequence[Path]) -> list[str]:
@@ -249,16 +250,31 @@ def distinct_names(paths: Sequence[Path]) -> list[str]:
         depth += 1
 
 
-def written(value: float | None, kind: str) -> str:
-    """A summary value as text."""
-    return percent(value) if kind == "share" else short(value)
+def _groups(runs: Sequence[Run], options: Options) -> list[Group]:
+    names = [run.name for run in runs]
+    if options.groups:
+        found = named_groups(names, options.groups)
+    elif options.by_seed:
+
+        def between(one: int, other: int) -> list[Difference] | None:
+            pair = [runs[one], runs[other]]
+            differences, unknown = _differences(pair)
+            return None if unknown else differences
+
+        found = seed_groups(names, between)
+    else:
+        found = [(name, [at]) for at, name in enumerate(names)]
+    return [Group(name, tuple(members), tuple(runs[at].log for at in members)) for name, members in found]
 
 
-def _shown(value: Any) -> str:
-    """A setting's value in a table."""
-    if value is None:
-        return "–"
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+def _baseline(groups: Sequence[Group], units: Sequence[Run], name: str | None) -> Group | None:
+    if name is None:
+        return next((g for g, unit in zip(groups, units, strict=True) if unit.rollout == "vexact"), None)
+    for group in groups:
+        if group.name == name:
+            return group
+    known = ", ".join(group.name for group in groups)
+    raise ValueError(f"baseline {name!r} is none of the runs compared: {known}")
 
 
 def _differences(runs: Sequence[Run]) -> tuple[list[Difference], list[str]]:
@@ -287,11 +303,18 @@ def _differences(runs: Sequence[Run]) -> tuple[list[Difference], list[str]]:
     return found, unknown
 
 
+def shown(value: Any) -> str:
+    """A setting's value in a table."""
+    if value is None:
+        return "–"
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
 def _process_disagreements(manifest: Manifest) -> list[str]:
     lines = []
     for title, side in (("trainer", manifest.trainer), ("rollout", manifest.rollout)):
         for process, facts in side.different.items():
-            lines += [f"{title} {process}: {key} is {_shown(value)}" for key, value in facts.items()]
+            lines += [f"{title} {process}: {key} is {shown(value)}" for key, value in facts.items()]
     return lines
 
 
@@ -305,8 +328,10 @@ def _summary_metrics(logs: Sequence[MetricLog]) -> list[tuple[str, tuple[str, ..
             for name in validation[:4]
         ),
         ("|d| mean, nats", DELTA_MEAN, "number"),
+        ("|d| p99, nats", DELTA_P99, "number"),
         ("|d| max, nats", DELTA_MAX, "number"),
         ("exact tokens", EXACT_FRACTION, "share"),
+        ("contribution skew", ("tim/contribution_skew",), "number"),
         ("gradient norm", ("actor/grad_norm", "actor/grad_norm/mean"), "number"),
         ("entropy, nats", ("actor/entropy", "actor/entropy_loss"), "number"),
         ("response length", ("response_length/mean",), "number"),
@@ -316,4 +341,4 @@ def _summary_metrics(logs: Sequence[MetricLog]) -> list[tuple[str, tuple[str, ..
     ]
 
 
-__all__ = ["Comparison", "Row", "Run", "RunFolderError", "compare", "distinct_names"]
+__all__ = ["Comparison", "Options", "Row", "Run", "RunFolderError", "compare", "distinct_names"]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from verl_tim.diagnosis.run_folder import MetricLog
+from verl_tim.diagnosis.metric_log import MetricLog
 
 Kind = Literal["number", "share", "nats", "seconds", "tokens"]
 
@@ -31,7 +31,6 @@ class Plot:
         about: one line on how to read it.
         lines: metrics drawn together.
         log: log scale, with exact zeros on a line of their own below it.
-        smooth: draw the mean of neighbouring steps over the faint values.
         kind: how values are written.
         sparse: logged at few steps, so points are marked.
         whole: the axis shows all of 0 to 100 %.
@@ -44,14 +43,25 @@ class Plot:
     about: str = ""
     kind: Kind = "number"
     log: bool = False
-    smooth: bool = False
     sparse: bool = False
     whole: bool = False
 
+    def __post_init__(self) -> None:
+        names = [name for line in self.lines for name in line.names]
+        if any(CORR_K.match(name) for name in names) and any(PPO_K.match(name) for name in names):
+            raise ValueError(
+                f"plot {self.id!r} puts k* (trainer / rollout) and ppo_k* (the loss's ratio) on one axis: they are "
+                "estimates of two different ratios"
+            )
+
+
+# The estimators of trainer / rollout, and those of the ratio that the loss uses: never on one axis.
+CORR_K, PPO_K = re.compile(r"tim/k\d"), re.compile(r"tim/ppo_k\d")
 
 REWARD = ("critic/score/mean", "critic/rewards/mean")
 DELTA_MEAN = ("tim/delta_abs_mean",)
 DELTA_MAX = ("tim/delta_abs_max",)
+DELTA_P99 = ("tim/delta_abs_p99",)
 PROBS_MAX = ("training/rollout_probs_diff_max",)
 EXACT_FRACTION = ("tim/exact_fraction",)
 
@@ -59,9 +69,7 @@ PLOTS: tuple[tuple[str, tuple[Plot, ...]], ...] = (
     (
         "Learning",
         (
-            Plot(
-                "reward", "Reward", (Line(REWARD),), about="Mean verifier score of the step's responses.", smooth=True
-            ),
+            Plot("reward", "Reward", (Line(REWARD),), about="Mean verifier score of the step's responses."),
             Plot("validation", "Validation", (), about="Unseen problems.", sparse=True),
         ),
     ),
@@ -71,10 +79,10 @@ PLOTS: tuple[tuple[str, tuple[Plot, ...]], ...] = (
             Plot(
                 "mismatch",
                 "Mismatch |d|",
-                (Line(DELTA_MAX, "max"), Line(DELTA_MEAN, "mean", "dot")),
+                (Line(DELTA_MAX, "max"), Line(DELTA_P99, "p99", "dash"), Line(DELTA_MEAN, "mean", "dot")),
                 unit="nats",
-                about="|log p trainer − log q rollout| over the step's tokens. Solid: largest, dotted: mean. "
-                "Exact zeros lie on the line marked 0.",
+                about="|log p trainer − log q rollout| over the step's tokens. Solid: largest, dashed: p99, "
+                "dotted: mean. Exact zeros lie on the line marked 0.",
                 kind="nats",
                 log=True,
             ),

@@ -1,21 +1,23 @@
-"""The plots of a comparison as plotly figures, one colour per run throughout."""
+"""The plots over steps as plotly figures, one colour per run (or group of seeds) throughout.
+
+Every trace carries in its `meta` the place of its run and its role: `line`, `smooth` or `band`.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import Any
 
+import pandas as pd
 import plotly.graph_objects as go
 
 from verl_tim.diagnosis.curves import PLOTS, Line, Plot, first_logged, validation_label, validation_names
 from verl_tim.diagnosis.formats import percent, short
-from verl_tim.diagnosis.run_folder import MetricLog
-
-if TYPE_CHECKING:
-    from verl_tim.diagnosis.compare import Run
+from verl_tim.diagnosis.groups import Curve, Group
+from verl_tim.diagnosis.metric_log import MetricLog
+from verl_tim.diagnosis.smoothing import Smoothing
 
 # One hue per run, told apart by people with the common colour-vision deficiencies in this order, each in a shade for
 # light and dark backgrounds.
@@ -29,9 +31,34 @@ PALETTE = (
     ("#5f7f0a", "#aeda3c"),
     ("#8a5a17", "#e0b062"),
 )
-SMOOTHED_STEPS = 5
 SMOOTHED = ", smoothed"
 MAX_VALIDATIONS = 4
+BAND_OPACITY = 0.16
+# Colours of a heat map, on light and on dark, from nothing to much.
+HEAT = (
+    ((0.0, "#eef3fb"), (0.5, "#5c8fe0"), (1.0, "#0b2f73")),
+    ((0.0, "#182233"), (0.5, "#3f7fd8"), (1.0, "#d6e7ff")),
+)
+
+
+@dataclass(frozen=True)
+class Overlay:
+    """What is drawn beside the curves.
+
+    Attributes:
+        smoothing: None draws the values alone.
+        baseline: place of the run whose band is shaded.
+        bands: metric -> its band (columns low, high over steps), see early_warning.
+        departures: metric -> (place of a run, step at which it leaves the band, or changes if that has no width).
+    """
+
+    smoothing: Smoothing | None = None
+    baseline: int | None = None
+    bands: dict[str, pd.DataFrame] = field(default_factory=dict)
+    departures: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+
+
+PLAIN = Overlay()
 
 
 @dataclass(frozen=True)
@@ -50,7 +77,7 @@ class Drawing:
     figure: go.Figure
     legend: list[LegendEntry]
     metrics: list[str]
-    smoothed: bool
+    notes: list[str]
 
 
 @dataclass(frozen=True)
@@ -67,9 +94,9 @@ def run_colors(run: int) -> tuple[str, str]:
     return PALETTE[run % len(PALETTE)]
 
 
-def build_sections(runs: Sequence[Run]) -> list[Section]:
+def build_sections(groups: Sequence[Group], overlay: Overlay = PLAIN) -> list[Section]:
     """All plots for which some run has data, in reading order."""
-    logs = [run.log for run in runs]
+    logs = [log for group in groups for log in group.logs]
     validations = validation_names(logs)[:MAX_VALIDATIONS]
     sections = []
     for title, plots in PLOTS:
@@ -87,7 +114,7 @@ def build_sections(runs: Sequence[Run]) -> list[Section]:
                     for at, name in enumerate(validations)
                 ]
             for each in concrete:
-                drawing = draw(each, runs)
+                drawing = draw(each, groups, overlay)
                 if drawing is None:
                     absent.append(each.title)
                 else:
@@ -96,28 +123,48 @@ def build_sections(runs: Sequence[Run]) -> list[Section]:
     return sections
 
 
-def draw(plot: Plot, runs: Sequence[Run]) -> Drawing | None:
+def draw(plot: Plot, groups: Sequence[Group], overlay: Overlay = PLAIN) -> Drawing | None:
     """One plot, or None when no run logged any of its metrics."""
-    logs = [run.log for run in runs]
+    logs = [log for group in groups for log in group.logs]
     metrics = [(line, name) for line in plot.lines if (name := first_logged(line.names, logs))]
     if not metrics:
         return None
-    values = [value for _, name in metrics for log in logs for value in log.series(name)[1]]
+    curves = {(at, name): group.curve((name,)) for at, group in enumerate(groups) for _, name in metrics}
+    bands = {name: overlay.bands[name] for _, name in metrics if name in overlay.bands} if len(metrics) == 1 else {}
+    values = [v for curve in curves.values() for v in curve.values]
+    if not plot.log:  # a logarithmic axis follows the curves: a band may reach down to zero
+        values += [v for curve in curves.values() for side in (curve.low, curve.high) for v in side or ()]
+        values += [v for band in bands.values() for side in (band.low, band.high) for v in side]
     floor = zero_row(values) if plot.log else None
+    lowest = min((v for v in values if v > 0), default=None) if plot.log else None
     write = percent if plot.kind == "share" else short
     figure = go.Figure()
-    for at, run in enumerate(runs):
+    notes = []
+    for at, group in enumerate(groups):
         for line, name in metrics:
-            steps, series = run.log.series(name)
-            if steps:
-                _add_line(figure, plot, line, at, run.name, steps, series, floor, [write(value) for value in series])
+            curve = curves[at, name]
+            if not curve.steps:
+                continue
+            if at == overlay.baseline and name in bands:
+                band = bands[name]
+                shade = Curve(band.index.tolist(), [], band.low.tolist(), band.high.tolist())
+                _add_band(figure, at, shade, floor, lowest)
+                notes.append("The baseline's shade is its band (table above).")
+            elif curve.low is not None and curve.high is not None:
+                _add_band(figure, at, curve, floor, lowest)
+                notes.append("Shade: ± one standard deviation over seeds.")
+            _add_line(figure, plot, line, at, group.name, curve, floor, [write(v) for v in curve.values], overlay)
     figure.update_layout(_layout(plot, values, floor, step_range(logs)))
+    for at, step in (mark for _, name in metrics for mark in overlay.departures.get(name, []) if name in bands):
+        figure.add_shape(_vertical(at, step))
+        notes.append("Vertical: where a run leaves it or, if it has no width, its own first steps.")
+    if overlay.smoothing:
+        notes.append(f"Bold: {overlay.smoothing} over the faint values.")
     legend = []
-    for at, run in enumerate(runs):
-        last = [(line.label, run.log.series(name)[1][-1:]) for line, name in metrics]
+    for at in range(len(groups)):
+        last = [(line.label, curves[at, name].values[-1:]) for line, name in metrics]
         legend.append(LegendEntry(at, [(label, write(series[0])) for label, series in last if series]))
-    smoothed = any(str(trace.name).endswith(SMOOTHED) for trace in figure.data)
-    return Drawing(plot, figure, legend, [name for _, name in metrics], smoothed)
+    return Drawing(plot, figure, legend, [name for _, name in metrics], list(dict.fromkeys(notes)))
 
 
 def step_range(logs: Sequence[MetricLog]) -> tuple[float, float]:
@@ -145,20 +192,19 @@ def _add_line(
     line: Line,
     at: int,
     run: str,
-    steps: list[int],
-    series: list[float],
+    curve: Curve,
     floor: float | None,
     texts: list[str],
+    overlay: Overlay,
 ) -> None:
     color = run_colors(at)[0]
     label = f"{run} {line.label}".strip()
-    smooth = plot.smooth and len(series) > 2 * SMOOTHED_STEPS
-    drawn = [floor if floor is not None and value <= 0 else value for value in series]
-    few = len(series) <= 3 or plot.sparse
+    few = len(curve.steps) <= 3 or plot.sparse
+    smooth = overlay.smoothing
     figure.add_trace(
         go.Scatter(
-            x=steps,
-            y=drawn,
+            x=curve.steps,
+            y=_on_axis(curve.values, floor),
             name=label,
             mode="lines+markers" if few else "lines",
             line={"color": color, "width": 1 if smooth else 2, "dash": line.dash},
@@ -166,65 +212,93 @@ def _add_line(
             opacity=0.4 if smooth else 1,
             text=texts,
             hovertemplate=f"{label}: %{{text}}<extra></extra>",
-            meta={"run": at},
+            meta={"run": at, "role": "line"},
             showlegend=False,
         )
     )
     if smooth:
         figure.add_trace(
             go.Scatter(
-                x=steps,
-                y=moving_mean(series),
+                x=curve.steps,
+                y=_on_axis(smooth.apply(curve.values), floor),
                 name=label + SMOOTHED,
                 mode="lines",
-                line={"color": color, "width": 2.5},
+                line={"color": color, "width": 2.5, "dash": line.dash},
                 hoverinfo="skip",
-                meta={"run": at},
+                meta={"run": at, "role": "smooth"},
                 showlegend=False,
             )
         )
 
 
-def moving_mean(values: Sequence[float]) -> list[float]:
-    """Mean over up to `SMOOTHED_STEPS` values centred on each, fewer at the ends, so that nothing shifts."""
-    reach = SMOOTHED_STEPS // 2
-    means = []
-    for at in range(len(values)):
-        side = min(reach, at, len(values) - 1 - at)
-        means.append(fmean(values[at - side : at + side + 1]))
-    return means
+def _add_band(figure: go.Figure, at: int, curve: Curve, floor: float | None, lowest: float | None) -> None:
+    """The area between `low` and `high` as one closed outline; on a log axis it ends just below the curves."""
+    color = run_colors(at)[0]
+    low, high = curve.low or [], curve.high or []
+    if lowest is not None:
+        low = [max(value, lowest / 2) if top > 0 else value for value, top in zip(low, high, strict=True)]
+    figure.add_trace(
+        go.Scatter(
+            x=[*curve.steps, *reversed(curve.steps)],
+            y=_on_axis([*high, *reversed(low)], floor),
+            mode="lines",
+            fill="toself",
+            fillcolor=translucent(color),
+            line={"color": color, "width": 0},
+            hoverinfo="skip",
+            meta={"run": at, "role": "band"},
+            showlegend=False,
+        )
+    )
 
 
-def _layout(plot: Plot, values: Sequence[float], floor: float | None, steps: tuple[float, float]) -> dict[str, Any]:
-    layout: dict[str, Any] = {
+def _on_axis(values: Sequence[float], floor: float | None) -> list[float]:
+    """On a log axis what is not positive lies in the zero row."""
+    return [floor if floor is not None and value <= 0 else value for value in values]
+
+
+def translucent(color: str) -> str:
+    """A colour `#rrggbb` for areas."""
+    red, green, blue = (int(color[at : at + 2], 16) for at in (1, 3, 5))
+    return f"rgba({red},{green},{blue},{BAND_OPACITY})"
+
+
+def frame(x_title: str = "") -> dict[str, Any]:
+    """What the layouts of all plots have in common."""
+    return {
         "height": 250,
         "margin": {"l": 8, "r": 14, "t": 10, "b": 8},
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
         "font": {"family": "system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif", "size": 12},
-        "hovermode": "x unified",
         "hoverlabel": {"namelength": -1},
         "dragmode": False,
         "showlegend": False,
         "xaxis": {
-            "title": {"text": "step", "standoff": 4, "font": {"size": 11}},
+            "title": {"text": x_title, "standoff": 4, "font": {"size": 11}},
             "automargin": True,
             "zeroline": False,
             "showgrid": False,
             "ticks": "outside",
             "ticklen": 4,
-            "tickformat": "d",
-            "range": list(steps),
-            "nticks": 8,
-            "hoverformat": "d",
-            "unifiedhovertitle": {"text": "step %{x}"},
             "fixedrange": True,
-            "showspikes": True,
-            "spikemode": "across",
-            "spikedash": "dot",
-            "spikethickness": -2,  # negative: plotly then leaves out the contrasting border around the line
         },
         "yaxis": {"automargin": True, "zeroline": False, "nticks": 6, "fixedrange": True, "showspikes": False},
+    }
+
+
+def _layout(plot: Plot, values: Sequence[float], floor: float | None, steps: tuple[float, float]) -> dict[str, Any]:
+    layout = frame("step") | {"hovermode": "x unified", "meta": {"over": "steps"}}
+    layout["xaxis"] |= {
+        "tickformat": "d",
+        "range": list(steps),
+        "nticks": 8,
+        "hoverformat": "d",
+        "unifiedhovertitle": {"text": "step %{x}"},
+        "showspikes": True,
+        "spikemode": "across",
+        "spikedash": "dot",
+        "spikethickness": -2,  # negative: plotly then leaves out the contrasting border around the line
     }
     if steps[1] - steps[0] < 9:
         layout["xaxis"] |= {"tick0": 0, "dtick": 1}  # no ticks between steps
@@ -285,6 +359,20 @@ def _horizontal(y: float) -> dict[str, Any]:
         "line": {"width": 1},
         "layer": "below",
         "name": "zero",
+    }
+
+
+def _vertical(at: int, step: int) -> dict[str, Any]:
+    """Where a run leaves the band, in the run's colour."""
+    return {
+        "type": "line",
+        "x0": step,
+        "x1": step,
+        "yref": "paper",
+        "y0": 0,
+        "y1": 1,
+        "line": {"width": 1.5, "dash": "dot", "color": run_colors(at)[0]},
+        "name": f"run {at}",
     }
 
 

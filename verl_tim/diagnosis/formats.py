@@ -39,6 +39,11 @@ def percent(share: float | None) -> str:
     return f"{value:.1f} %"
 
 
+def written(value: float | None, kind: str) -> str:
+    """A metric's value as text: a share as a percentage, anything else as a number."""
+    return percent(value) if kind == "share" else short(value)
+
+
 def count(number: float) -> str:
     """A count with a unit: 612 K, 1.7 B."""
     for size, unit in ((1e9, " B"), (1e6, " M"), (1e3, " K")):

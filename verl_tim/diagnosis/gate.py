@@ -15,6 +15,8 @@ from torch import Tensor
 from verl_tim.diagnosis.bits import ulp_distance
 from verl_tim.diagnosis.tokens import as_mask
 
+SIDES = ("trainer", "rollout")
+LOG_PROBS = "log-probs"
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
@@ -33,8 +35,12 @@ class FirstDifference:
     ulp: int
 
     def __str__(self) -> str:
+        return self.describe()
+
+    def describe(self, sides: tuple[str, str] = SIDES) -> str:
+        """In words; `sides` names the two compared tensors."""
         return (
-            f"row {self.row}, token {self.token}: trainer {self.train:.9g}, rollout {self.rollout:.9g}, "
+            f"row {self.row}, token {self.token}: {sides[0]} {self.train:.9g}, {sides[1]} {self.rollout:.9g}, "
             f"{self.ulp:,} ulp apart"
         )
 
@@ -62,11 +68,16 @@ class BitReport:
         return {**asdict(self), "exact_fraction": self.exact_fraction, "passed": self.passed}
 
     def __str__(self) -> str:
+        return self.describe()
+
+    def describe(self, what: str = LOG_PROBS, sides: tuple[str, str] = SIDES) -> str:
+        """In words; `what` was compared, and `sides` names the two tensors."""
         if self.first is None:
-            return f"all {self.tokens:,} log-probs agree bit for bit"
+            return f"all {self.tokens:,} {what} agree bit for bit"
+        unit = " nats" if what == LOG_PROBS else ""
         return (
-            f"{self.differing:,} of {self.tokens:,} log-probs differ (max |d| {self.max_abs:.3g} nats, "
-            f"max {self.max_ulp:,} ulp); first at {self.first}"
+            f"{self.differing:,} of {self.tokens:,} {what} differ (max |d| {self.max_abs:.3g}{unit}, "
+            f"max {self.max_ulp:,} ulp); first at {self.first.describe(sides)}"
         )
 
     @staticmethod
@@ -187,7 +198,8 @@ class ScenarioResult:
         required: names in `counts` that must be above 0. A scenario that did not happen fails.
         exact: a differing bit fails the scenario; False reports its size instead (vllm, stock).
         parted_at: the first op or module where the two forwards part, if that was looked for.
-        error: why the scenario could not be carried out.
+        error: why the scenario could not be carried out, or what it found beside the report.
+        what, sides: what the report's numbers are, and the names of the two compared.
         seconds: its duration.
     """
 
@@ -199,6 +211,8 @@ class ScenarioResult:
     parted_at: str | None = None
     error: str | None = None
     seconds: float = 0.0
+    what: str = LOG_PROBS
+    sides: tuple[str, str] = SIDES
 
     @property
     def failures(self) -> list[str]:
@@ -208,7 +222,7 @@ class ScenarioResult:
             reasons.append("nothing was compared")
         if self.report is not None and self.exact and not self.report.passed:
             parted = f"; the forwards part at {self.parted_at}" if self.parted_at else ""
-            reasons.append(f"{self.report}{parted}")
+            reasons.append(f"{self.report.describe(self.what, self.sides)}{parted}")
         reasons += [f"{name}: 0, the scenario did not happen" for name in self.required if not self.counts.get(name)]
         return reasons
 
@@ -226,6 +240,8 @@ class ScenarioResult:
             "counts": dict(self.counts),
             "required": list(self.required),
             "parted_at": self.parted_at,
+            "what": self.what,
+            "sides": list(self.sides),
             "seconds": self.seconds,
         }
 
@@ -284,7 +300,8 @@ class LadderResult:
 
     def summary(self) -> str:
         """One sentence for the end of the output."""
-        tokens = sum(result.report.tokens for rung in self.rungs for result in rung.results if result.report)
+        reports = [(r.what == LOG_PROBS, r.report) for rung in self.rungs for r in rung.results if r.report]
+        tokens, others = (sum(report.tokens for own, report in reports if own is wanted) for wanted in (True, False))
         failure = self.first_failure()
         if failure is not None:
             rung, result = failure
@@ -295,11 +312,12 @@ class LadderResult:
         scenarios = sum(len(rung.results) for rung in self.rungs)
         sized = [r for rung in self.rungs for r in rung.results if not r.exact and r.report and r.report.differing]
         if sized:
-            largest = max(r.report.max_abs for r in sized if r.report)
+            largest = max((r.report.max_abs for r in sized if r.report and r.what == LOG_PROBS), default=0.0)
             return (
                 f"sizes reported, not judged: {len(sized)} of {scenarios} scenarios differ, max |d| {largest:.3g} nats"
             )
-        return f"PASS: {scenarios} scenarios, {tokens:,} log-probs compared, 0 bits differ"
+        more = f" and {others:,} other values" if others else ""
+        return f"PASS: {scenarios} scenarios, {tokens:,} log-probs{more} compared, 0 bits differ"
 
     def to_dict(self) -> dict[str, Any]:
         """For `--json`."""

@@ -5,7 +5,7 @@ r_train = exp(log p - log p_old), r_rollout = exp(log p - log q), A the advantag
 signals: "Diagnosing Training-Inference Mismatch in LLM Reinforcement Learning" (arXiv 2605.14220); conventions: docs of
 this package.
 
-Statistics are exact on the given batch. A merge over ranks starts from the same `ValidTokens`.
+Statistics are exact on the given batch: a training step's is put together from all ranks first.
 """
 
 from __future__ import annotations
@@ -18,7 +18,15 @@ from torch import Tensor
 from verl_tim.diagnosis.estimators import LOG_RATIO_BOUND, chi_square, k1, k2, k3, ratio_minus_one
 from verl_tim.diagnosis.routes import put_route_metrics
 from verl_tim.diagnosis.sink import MetricSink
-from verl_tim.diagnosis.stats import group_counts, group_sums, pearson, population_std, sorted_quantiles, spearman
+from verl_tim.diagnosis.stats import (
+    ascending,
+    group_counts,
+    group_sums,
+    pearson,
+    population_std,
+    sorted_quantiles,
+    spearman,
+)
 from verl_tim.diagnosis.tokens import ValidTokens, as_mask, finite_fp32
 
 DELTA_THRESHOLDS = (0.01, 0.1, 0.5, 1.0)  # nats
@@ -45,6 +53,7 @@ def mismatch_metrics(
     weight_versions: Tensor | None = None,
     current_version: int | None = None,
     num_experts: int | None = None,
+    spearman_sample: int | None = None,
 ) -> dict[str, float]:
     """Mismatch metrics of one batch, as plain floats under `tim/`.
 
@@ -66,6 +75,7 @@ def mismatch_metrics(
         weight_versions, current_version: int version each token was drawn under, and the trainer's; gives the staleness
             metrics.
         num_experts: upper bound for expert ids.
+        spearman_sample: of more tokens than that, `delta_adv_spearman` is that of so many, drawn with a fixed seed.
 
     Returns:
         name -> value, never NaN or infinite: what has no value in this batch is left out. With no valid token only
@@ -129,23 +139,55 @@ def mismatch_metrics(
     usable_N = finite_fp32(log_p_N)
     if log_prob_N is not None:
         sink.put("nonfinite_log_prob_tokens", (~usable_N).sum())
-        loss_log_ratio_N = (log_p_N - (tokens.rollout_N if bypass else tokens.old_N))[usable_N]
+        (loss_log_ratio_N,) = _selected(usable_N, log_p_N - (tokens.rollout_N if bypass else tokens.old_N))
         for name, estimate in (("ppo_k1", k1), ("ppo_k2", k2), ("ppo_k3", k3)):
             sink.put_mean(name, estimate(loss_log_ratio_N))
     if advantage_N is not None:
         finite_N = finite_fp32(advantage_N)
         sink.put("nonfinite_advantage_tokens", (~finite_N).sum())
-        _put_by_advantage(sink, tokens.delta_N[finite_N], advantage_N[finite_N])
+        _put_by_advantage(sink, *_selected(finite_N, tokens.delta_N, advantage_N), spearman_sample=spearman_sample)
         if kept_N is not None:
-            _put_shares_by_sign(sink, "rejected_share", ~kept_N[finite_N], advantage_N[finite_N])
+            _put_shares_by_sign(sink, "rejected_share", *_selected(finite_N, ~kept_N, advantage_N))
         usable_N = usable_N & finite_N
+        signed_N, train_N, rollout_N = _selected(
+            usable_N, advantage_N, log_p_N - tokens.old_N, log_p_N - tokens.rollout_N
+        )
         _put_objective(
             sink,
-            advantage_N=advantage_N[usable_N],
-            log_train_N=(log_p_N - tokens.old_N)[usable_N],
-            log_rollout_N=(log_p_N - tokens.rollout_N)[usable_N],
+            advantage_N=signed_N,
+            log_train_N=train_N,
+            log_rollout_N=rollout_N,
             clip=(clip_ratio_low, clip_ratio_high),
             loss_uses=None if log_prob_N is None else ("rollout" if bypass else "train"),
+        )
+    return sink.finish()
+
+
+def _selected(select_N: Tensor, *values_N: Tensor) -> tuple[Tensor, ...]:
+    """The selected entries of each; without a copy in the usual case that all are."""
+    return values_N if bool(select_N.all()) else tuple(x_N[select_N] for x_N in values_N)
+
+
+def choice_metrics(
+    valid_mask: Tensor,
+    *,
+    rollout_top1: Tensor,
+    train_top1: Tensor,
+    rollout_routes: Tensor | None = None,
+    train_routes: Tensor | None = None,
+) -> dict[str, float]:
+    """The metrics of `mismatch_metrics` that compare choices, for sequences sampled from a batch: `tim/top1_*` and
+    `tim/router_*`. Arguments as there; `valid_mask` is 1 for the tokens to count."""
+    zeros = torch.zeros(valid_mask.shape)
+    tokens = ValidTokens.select(zeros, zeros, valid_mask)
+    sink = MetricSink(zeros.device)
+    if rollout_routes is not None and train_routes is not None:
+        put_route_metrics(sink, tokens, rollout_routes, train_routes)
+    if tokens.count:
+        _put_top1(
+            sink,
+            tokens.gather("rollout_top1", rollout_top1, floating=False),
+            tokens.gather("train_top1", train_top1, floating=False),
         )
     return sink.finish()
 
@@ -154,7 +196,7 @@ def _put_delta(sink: MetricSink, tokens: ValidTokens) -> None:
     """Size of d, token by token."""
     delta_N = tokens.delta_N
     size_N = delta_N.abs()
-    sorted_N = size_N.sort().values
+    sorted_N = ascending(size_N)
     sink.put_mean("delta_abs_mean", size_N)
     for name, value in zip(("p50", "p95", "p99"), sorted_quantiles(sorted_N, (0.5, 0.95, 0.99)), strict=True):
         sink.put(f"delta_abs_{name}", value)
@@ -163,7 +205,7 @@ def _put_delta(sink: MetricSink, tokens: ValidTokens) -> None:
     sink.put("delta_std", population_std(delta_N))
     for threshold in DELTA_THRESHOLDS:
         sink.put_mean(f"delta_gt_{threshold:g}", size_N > threshold)
-    ratio_N = ratio_minus_one(delta_N).sort().values
+    ratio_N = ascending(ratio_minus_one(delta_N))
     for name, value in zip(("p01", "p50", "p99"), sorted_quantiles(ratio_N, (0.01, 0.5, 0.99)), strict=True):
         sink.put(f"ratio_{name}", value + 1.0)
     sink.put_mean("exact_fraction", tokens.exact_N)
@@ -180,7 +222,7 @@ def _put_sequences(sink: MetricSink, tokens: ValidTokens) -> None:
     """What accumulates over a sequence, and how much of it cancels."""
     accumulated_R = _row_sums(tokens, tokens.delta_N).abs()
     travelled_R = _row_sums(tokens, tokens.delta_N.abs())
-    sorted_R = accumulated_R.sort().values
+    sorted_R = ascending(accumulated_R)
     sink.put_mean("seq_delta_sum_abs_mean", accumulated_R)
     sink.put("seq_delta_sum_p95", sorted_quantiles(sorted_R, (0.95,))[0])
     sink.put("seq_delta_sum_max", sorted_R[-1])
@@ -261,9 +303,10 @@ def _put_staleness(sink: MetricSink, tokens: ValidTokens, version_N: Tensor, cur
     )
 
 
-def _put_by_advantage(sink: MetricSink, delta_N: Tensor, advantage_N: Tensor) -> None:
+def _put_by_advantage(sink: MetricSink, delta_N: Tensor, advantage_N: Tensor, *, spearman_sample: int | None) -> None:
     """Does d know the advantage?"""
-    for name, correlation in (("pearson", pearson(delta_N, advantage_N)), ("spearman", spearman(delta_N, advantage_N))):
+    ranked = spearman(delta_N, advantage_N, spearman_sample)
+    for name, correlation in (("pearson", pearson(delta_N, advantage_N)), ("spearman", ranked)):
         if correlation is not None:
             sink.put(f"delta_adv_{name}", correlation)
     for name, sign_N in (("pos", advantage_N > 0), ("zero", advantage_N == 0), ("neg", advantage_N < 0)):

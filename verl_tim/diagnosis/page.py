@@ -1,23 +1,21 @@
-"""The comparison as one HTML file that needs no network: plots, tables and plotly itself are inside."""
+"""The comparison as one HTML file."""
 
 from __future__ import annotations
 
-import json
-import re
 from dataclasses import dataclass
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
-from markupsafe import Markup, escape
-from plotly.offline import get_plotlyjs
-
-import verl_tim
-from verl_tim.diagnosis.compare import Comparison, Run, written
-from verl_tim.diagnosis.figures import PALETTE, build_sections
+from verl_tim.diagnosis.compare import NO_BASELINE, Comparison, summarise
+from verl_tim.diagnosis.compare_table import band_cells, changed, left
+from verl_tim.diagnosis.early_warning import SIGNALS, band_of
+from verl_tim.diagnosis.figures import Overlay, build_sections
 from verl_tim.diagnosis.formats import count, percent, short
+from verl_tim.diagnosis.html import figure_data, render
 from verl_tim.diagnosis.manifest import Difference, flatten
+from verl_tim.diagnosis.run import Run
 from verl_tim.diagnosis.run_folder import Sample
-from verl_tim.diagnosis.verdict import Exactness
+from verl_tim.diagnosis.speed import speed
+from verl_tim.diagnosis.verdict import Exactness, exactness
 
 SAMPLE_STEPS = 3
 SAMPLES_PER_STEP = 2
@@ -35,76 +33,82 @@ class SampleRow:
 
 def render_page(comparison: Comparison) -> str:
     """HTML of a comparison."""
-    sections = build_sections(comparison.runs)
-    figures = {
-        drawing.plot.id: json.loads(drawing.figure.to_json()) for section in sections for drawing in section.drawings
-    }
-    environment = Environment(
-        loader=PackageLoader("verl_tim.diagnosis"),
-        autoescape=select_autoescape(("html", "j2")),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {
-        "short": short,
-        "percent": percent,
-        "written": written,
-        "setting": setting,
-        "breakable": breakable,
-    }
-    return environment.get_template("compare.html.j2").render(
+    sections = build_sections(comparison.groups, overlay_of(comparison))
+    return render(
+        "compare.html.j2",
         comparison=comparison,
         runs=comparison.runs,
-        cards=[_card(comparison, at) for at in range(len(comparison.runs))],
+        groups=comparison.groups,
+        units=comparison.units,
+        group_of=[comparison.group_of(at) for at in range(len(comparison.runs))],
+        cards=[run_card(unit) for unit in comparison.units],
         sections=sections,
+        warnings=[
+            {
+                "group": next(at for at, g in enumerate(comparison.groups) if g.name == d.run),
+                "departure": d,
+                "left": left(d),
+                "cells": band_cells(d),
+                "changed": changed(d),
+            }
+            for d in comparison.warnings
+        ],
+        no_baseline=NO_BASELINE,
         stages=_stages(comparison),
         summary=comparison.summary(),
         samples=sample_rows(comparison.runs),
-        manifest_rows=_manifest_rows(comparison.runs),
-        metric_groups=_metric_groups(comparison.runs),
-        palette=PALETTE,
-        data=_script_json({"figures": figures, "palette": PALETTE}),
-        plotlyjs=Markup(get_plotlyjs()),
-        version=verl_tim.__version__,
+        manifest_rows=manifest_rows(comparison.runs),
+        metric_groups=metric_groups(comparison.runs),
+        data=figure_data([drawing for section in sections for drawing in section.drawings], clocks(comparison)),
     )
 
 
-def setting(value: Any) -> str:
-    """A setting as text."""
-    if value is None:
-        return "–"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+def overlay_of(comparison: Comparison) -> Overlay:
+    """The baseline's bands, where each signal leaves them, and the smoothing."""
+    smoothing = comparison.options.smoothing
+    baseline = comparison.baseline
+    if baseline is None or len(comparison.groups) == 1:
+        return Overlay(smoothing)
+    place = {group.name: at for at, group in enumerate(comparison.groups)}
+    departures: dict[str, list[tuple[int, int]]] = {}
+    for d in comparison.warnings:
+        step = d.changed if d.changed is not None else d.step
+        if step is not None:
+            departures.setdefault(d.metric, []).append((place[d.run], step))
+    bands: dict[str, Any] = {}
+    for signal in SIGNALS:
+        band = band_of(baseline, signal.names, comparison.options.band)
+        bands |= {name: band for name in signal.names if not band.empty}
+    return Overlay(smoothing, place[baseline.name], bands, departures)
 
 
-def breakable(name: str) -> Markup:
-    """A dotted or slashed name that may wrap at its separators."""
-    return Markup(re.sub(r"([./_])", r"\1<wbr>", str(escape(name))))
+def clocks(comparison: Comparison) -> list[dict[int, float]] | None:
+    """Per group, step -> training seconds so far (the mean of its seeds); None where a run logged no step time."""
+    found = []
+    for group in comparison.groups:
+        times = [comparison.runs[at].seconds() for at in group.members]
+        if not all(times):
+            return None
+        shared = set.intersection(*(set(each) for each in times))
+        found.append({step: sum(each[step] for each in times) / len(times) for step in sorted(shared)})
+    return found
 
 
-def _script_json(data: Any) -> Markup:
-    """JSON that may stand inside a script element."""
-    text = json.dumps(data, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-    return Markup(text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029"))
-
-
-def _card(comparison: Comparison, at: int) -> dict[str, Any]:
-    run, state, speed = comparison.runs[at], comparison.states[at], comparison.speeds[at]
+def run_card(run: Run) -> dict[str, Any]:
+    state, times = exactness(run.log), speed(run.log)
     facts = []
-    for row in comparison.summary():
-        first, last, _ = row.values[at]
+    for row in summarise([run]):
+        first, last, _ = row.values[0]
         if row.label in ("reward", "validation") and last is not None:
             facts.append((row.label, f"{short(first)} → {short(last)}"))
     if state.delta_max is not None:
         facts.append(("largest |d|", f"{short(state.delta_max)} nats"))
-    if speed.step_seconds is not None:
-        facts.append(("step time", f"{short(speed.step_seconds)} s"))
-    if speed.tokens_per_second is not None:
-        facts.append(("tokens per second", short(speed.tokens_per_second)))
-    if speed.rollout_share is not None:
-        facts.append(("time in rollout", percent(speed.rollout_share)))
+    if times.step_seconds is not None:
+        facts.append(("step time", f"{short(times.step_seconds)} s"))
+    if times.tokens_per_second is not None:
+        facts.append(("tokens per second", short(times.tokens_per_second)))
+    if times.rollout_share is not None:
+        facts.append(("time in rollout", percent(times.rollout_share)))
     parameters = run.manifest.parameters if run.manifest else None
     return {
         "badge": _badge(state),
@@ -126,13 +130,14 @@ def _badge(state: Exactness) -> str:
 
 def _stages(comparison: Comparison) -> dict[str, Any] | None:
     """Mean seconds per step and stage; None when no run logged stages."""
-    names = list(dict.fromkeys(name for speed in comparison.speeds for name in speed.stage_seconds))
+    speeds = [speed(unit.log) for unit in comparison.units]
+    names = list(dict.fromkeys(name for each in speeds for name in each.stage_seconds))
     if not names:
         return None
     names = [name for name in names if name != "other"] + ["other"] * ("other" in names)
-    totals = [sum(speed.stage_seconds.values()) for speed in comparison.speeds]
+    totals = [sum(each.stage_seconds.values()) for each in speeds]
     largest = max(totals)
-    shown = [name for name in names if any(s.stage_seconds.get(name, 0) > 0.004 * largest for s in comparison.speeds)]
+    shown = [name for name in names if any(s.stage_seconds.get(name, 0) > 0.004 * largest for s in speeds)]
     return {
         "names": shown,
         "bars": [
@@ -148,10 +153,10 @@ def _stages(comparison: Comparison) -> dict[str, Any] | None:
                         "share": seconds / total,
                     }
                     for name in shown
-                    if (seconds := speed.stage_seconds.get(name, 0.0)) > 0
+                    if (seconds := each.stage_seconds.get(name, 0.0)) > 0
                 ],
             }
-            for at, (speed, total) in enumerate(zip(comparison.speeds, totals, strict=True))
+            for at, (each, total) in enumerate(zip(speeds, totals, strict=True))
             if total > 0
         ],
     }
@@ -179,7 +184,7 @@ def sample_rows(runs: list[Run]) -> list[SampleRow]:
     return rows
 
 
-def _manifest_rows(runs: list[Run]) -> list[Difference]:
+def manifest_rows(runs: list[Run]) -> list[Difference]:
     """Every fact of every manifest, run by run."""
     flats = {}
     for run in runs:
@@ -192,7 +197,7 @@ def _manifest_rows(runs: list[Run]) -> list[Difference]:
     return [Difference(key, {run.name: flats.get(run.name, {}).get(key) for run in runs}) for key in keys]
 
 
-def _metric_groups(runs: list[Run]) -> list[tuple[str, list[tuple[str, list[dict[str, str] | None]]]]]:
+def metric_groups(runs: list[Run]) -> list[tuple[str, list[tuple[str, list[dict[str, str] | None]]]]]:
     """All metrics by their first path part: (group, [(name, per run first, last, max and mean as text)])."""
     tables = [run.statistics() for run in runs]
     groups: dict[str, list[tuple[str, list[dict[str, str] | None]]]] = {}

@@ -47,8 +47,9 @@ def put_route_metrics(
             "differ in layers or k: map dense layers to -1 on the side that counts routed layers only"
         )
     valid_BT = tokens.valid_BT
-    rollout_NLK = rollout_routes.to(valid_BT.device)[valid_BT].to(torch.int64)
-    train_NLK = train_routes.to(valid_BT.device)[valid_BT].to(torch.int64)
+    wide = torch.promote_types(torch.promote_types(rollout_routes.dtype, train_routes.dtype), torch.int16)
+    rollout_NLK = rollout_routes.to(valid_BT.device)[valid_BT].to(wide)
+    train_NLK = train_routes.to(valid_BT.device)[valid_BT].to(wide)
     if rollout_NLK.numel() == 0:
         return
     column_N = torch.arange(tokens.shape[1], device=valid_BT.device).expand(tokens.shape)[valid_BT]
@@ -60,7 +61,7 @@ def put_route_metrics(
             rollout_ids, train_ids = rollout_NLK[at, layer].tolist(), train_NLK[at, layer].tolist()
             raise RouteError(f"{name}: {what} at {place} (rollout {rollout_ids}, trainer {train_ids})")
 
-    recorded = {}
+    recorded, sorted_ids = {}, {}
     for name, routes_NLK in (("rollout_routes", rollout_NLK), ("train_routes", train_NLK)):
         blank_NLK = routes_NLK == UNRECORDED
         refuse_where(blank_NLK.any(-1) & ~blank_NLK.all(-1), name, "some of the k experts are -1, the others not")
@@ -70,8 +71,8 @@ def put_route_metrics(
                 (routes_NLK >= num_experts).any(-1), name, f"expert id out of range (num_experts is {num_experts})"
             )
         recorded[name] = ~blank_NLK.all(-1)
+        sorted_ids[name] = sorted_NLK = routes_NLK.sort(-1).values
         if routes_NLK.shape[-1] > 1:
-            sorted_NLK = routes_NLK.sort(-1).values
             twice_NL = (sorted_NLK[..., 1:] == sorted_NLK[..., :-1]).any(-1) & recorded[name]
             zero_NL = (routes_NLK == 0).all(-1)
             refuse_where(zero_NL & twice_NL, name, "all-zero layer: padding, not routes; unrecorded places must be -1")
@@ -101,7 +102,7 @@ def put_route_metrics(
                 padded_BL[tokens.row_N], name, "all-zero layer: padding, not routes; unrecorded places must be -1"
             )
 
-    same_set_NL = (rollout_NLK.sort(-1).values == train_NLK.sort(-1).values).all(-1)
+    same_set_NL = (sorted_ids["rollout_routes"] == sorted_ids["train_routes"]).all(-1)
     same_order_NL = (rollout_NLK == train_NLK).all(-1)
     found_NLK = torch.zeros_like(train_NLK, dtype=torch.bool)
     for place in range(train_NLK.shape[-1]):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import median
 
-from verl_tim.diagnosis.run_folder import MetricLog
+from verl_tim.diagnosis.metric_log import MetricLog
 
 STEP_TIME = ("timing_s/step", "perf/time_per_step")
 # Stages that follow one another inside a step, in order; what they leave of the step is "other".
@@ -43,32 +43,37 @@ class Speed:
     stage_seconds: dict[str, float]
 
 
+def step_seconds(log: MetricLog) -> dict[int, float]:
+    """Step -> its time, of the steps that logged one."""
+    times: dict[int, float] = {}
+    for name in reversed(STEP_TIME):
+        times |= dict(zip(*log.series(name), strict=True))
+    return {step: seconds for step, seconds in times.items() if seconds > 0}
+
+
 def speed(log: MetricLog) -> Speed:
     """Summarise a run's times."""
-    step_seconds: dict[int, float] = {}
-    for name in reversed(STEP_TIME):
-        step_seconds |= dict(zip(*log.series(name), strict=True))
-    step_seconds = {step: seconds for step, seconds in step_seconds.items() if seconds > 0}
-    total = sum(step_seconds.values())
+    times = step_seconds(log)
+    total = sum(times.values())
 
     tokens = dict(zip(*log.series("perf/total_num_tokens"), strict=True))
-    rates = [tokens[step] / seconds for step, seconds in step_seconds.items() if step in tokens]
+    rates = [tokens[step] / seconds for step, seconds in times.items() if step in tokens]
     _, per_token_ms = log.series("timing_per_token_ms/gen")
     generated = [1000.0 / milliseconds for milliseconds in per_token_ms if milliseconds > 0]
 
     stages: dict[str, float] = {}
-    if step_seconds:
+    if times:
         for key, label in STAGES.items():
             seconds = dict(zip(*log.series(f"timing_s/{key}"), strict=True))
-            spent = sum(value for step, value in seconds.items() if step in step_seconds)
+            spent = sum(value for step, value in seconds.items() if step in times)
             if seconds:
-                stages[label] = spent / len(step_seconds)
+                stages[label] = spent / len(times)
         if stages:
-            stages["other"] = max(0.0, total / len(step_seconds) - sum(stages.values()))
+            stages["other"] = max(0.0, total / len(times) - sum(stages.values()))
     return Speed(
-        step_seconds=median(step_seconds.values()) if step_seconds else None,
+        step_seconds=median(times.values()) if times else None,
         tokens_per_second=median(rates) if rates else None,
         generated_per_second=median(generated) if generated else None,
-        rollout_share=stages["rollout"] * len(step_seconds) / total if "rollout" in stages else None,
+        rollout_share=stages["rollout"] * len(times) / total if "rollout" in stages else None,
         stage_seconds=stages,
     )

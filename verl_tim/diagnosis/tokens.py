@@ -47,6 +47,13 @@ def finite_fp32(x: Tensor) -> Tensor:
     return torch.isfinite(x.to(torch.float32))
 
 
+def turn_numbers(mask_BT: Tensor) -> Tensor:
+    """int64 (B, T), 1-based: the run of consecutive mask-1 tokens that holds the token, or the last one before it."""
+    starts_BT = mask_BT.clone()
+    starts_BT[:, 1:] &= ~mask_BT[:, :-1]
+    return starts_BT.to(torch.int64).cumsum(1)
+
+
 @dataclass(frozen=True)
 class ValidTokens:
     """Tokens with mask 1 and both log-probs finite, in row-major order. N of them.
@@ -54,6 +61,7 @@ class ValidTokens:
     Attributes:
         shape: (B, T) of the batch.
         valid_BT: (B, T) bool, the tokens below.
+        index_N: int64, place of each of them in the flattened batch.
         missing: tokens with mask 1 that are not valid.
         old_N, rollout_N: float64 log-probs in nats; bf16, fp16 and fp32 inputs are up-cast, so their difference is
             exact or rounded once.
@@ -68,6 +76,7 @@ class ValidTokens:
 
     shape: torch.Size
     valid_BT: Tensor
+    index_N: Tensor
     missing: int
     old_N: Tensor
     rollout_N: Tensor
@@ -106,26 +115,29 @@ class ValidTokens:
         valid_BT = mask_BT & torch.isfinite(old_fp32_BT) & torch.isfinite(rollout_fp32_BT)
 
         rank_BT = mask_BT.to(torch.int64).cumsum(1) - 1
-        starts_BT = mask_BT.clone()
-        starts_BT[:, 1:] &= ~mask_BT[:, :-1]
-        turn_BT = starts_BT.to(torch.int64).cumsum(1)
-        length_BT = mask_BT.sum(1, keepdim=True).expand(shape)
-        row_BT = torch.arange(shape[0], device=device).unsqueeze(1).expand(shape)
+        turn_BT = turn_numbers(mask_BT)
+        index_N = valid_BT.reshape(-1).nonzero().squeeze(1)
+        row_N = index_N // max(1, shape[1])
 
-        old_N = old_log_probs[valid_BT].to(torch.float64)
-        rollout_N = rollout_log_probs[valid_BT].to(torch.float64)
+        def pick(x_BT: Tensor) -> Tensor:
+            return x_BT.reshape(-1).index_select(0, index_N)
+
+        old_N = pick(old_log_probs).to(torch.float64)
+        rollout_N = pick(rollout_log_probs).to(torch.float64)
+        same_bits_BT = old_fp32_BT.view(torch.int32) == rollout_fp32_BT.view(torch.int32)
         return cls(
             shape=shape,
             valid_BT=valid_BT,
+            index_N=index_N,
             missing=int((mask_BT & ~valid_BT).sum()),
             old_N=old_N,
             rollout_N=rollout_N,
             delta_N=old_N - rollout_N,
-            exact_N=old_fp32_BT[valid_BT].view(torch.int32) == rollout_fp32_BT[valid_BT].view(torch.int32),
-            row_N=row_BT[valid_BT],
-            rank_N=rank_BT[valid_BT],
-            length_N=length_BT[valid_BT],
-            turn_N=turn_BT[valid_BT],
+            exact_N=pick(same_bits_BT),
+            row_N=row_N,
+            rank_N=pick(rank_BT),
+            length_N=mask_BT.sum(1).index_select(0, row_N),
+            turn_N=pick(turn_BT),
         )
 
     @property
@@ -136,4 +148,4 @@ class ValidTokens:
     def gather(self, name: str, x_BT: Tensor, *, floating: bool) -> Tensor:
         """The valid tokens' entries of another (B, T) field, checked, on the batch's device: (N,)."""
         check_field(name, x_BT, self.shape, floating=floating)
-        return x_BT.detach().to(self.valid_BT.device)[self.valid_BT]
+        return x_BT.detach().to(self.valid_BT.device).reshape(-1).index_select(0, self.index_N)

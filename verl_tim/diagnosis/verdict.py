@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Literal
 
 from verl_tim.diagnosis.curves import DELTA_MAX, DELTA_MEAN, EXACT_FRACTION, PROBS_MAX, REWARD, first_logged
 from verl_tim.diagnosis.formats import count, listed, percent, short
-from verl_tim.diagnosis.run_folder import MetricLog
+from verl_tim.diagnosis.metric_log import MetricLog
 
 if TYPE_CHECKING:
-    from verl_tim.diagnosis.compare import Run
+    from verl_tim.diagnosis.run import Run
 
 SMALL_MODEL = 100_000_000  # parameters; below it a mismatch is not expected to reach the reward within a short run
 MIN_SHARED_STEPS = 6
@@ -126,12 +126,13 @@ class Verdict:
     alerts: list[str]
 
 
-def judge(runs: Sequence[Run], differences: int) -> Verdict:
+def judge(runs: Sequence[Run], differences: int, *, seeds: int = 1) -> Verdict:
     """Say what the runs show.
 
     Args:
         runs: at least one, with distinct names.
         differences: how many settings differ besides the rollout.
+        seeds: the fewest seeds that one of the runs stands for.
     """
     states = {run.name: exactness(run.log) for run in runs}
     alerts = [
@@ -166,7 +167,7 @@ def judge(runs: Sequence[Run], differences: int) -> Verdict:
         notes.insert(
             0, f"The runs differ in {settings} besides the rollout, so a difference is not the rollout's alone."
         )
-    elif rewards.kind == "apart":
+    elif rewards.kind == "apart" and seeds == 1:
         notes.insert(
             0,
             f"The gap of {short(rewards.gap)} is above the step-to-step noise of ±{short(rewards.noise)}; runs with "

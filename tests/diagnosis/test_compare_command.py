@@ -1,0 +1,100 @@
+"""`verl-tim compare` from the command line: options, files, refusals."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from fake_runs import write_run
+from typer.testing import CliRunner
+
+from verl_tim.cli import app
+from verl_tim.diagnosis.curves import CORR_K, PLOTS, PPO_K, Line, Plot
+
+runner = CliRunner()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    root = tmp_path_factory.mktemp("runs")
+    return [
+        str(write_run(root / "vexact", steps=40)),
+        str(write_run(root / "stock", rollout="stock", steps=40, collapse_at=20)),
+    ]
+
+
+def invoke(*words):
+    return runner.invoke(app, ["compare", *map(str, words)])
+
+
+def test_files_and_order_of_the_signals(runs, tmp_path):
+    result = invoke(*runs, "--out", tmp_path, "--png", "--smooth", "rolling:5", "--json")
+    assert result.exit_code == 0, result.output
+    content = json.loads(result.stdout)
+    assert json.loads((tmp_path / "compare.json").read_text()) == content
+    warning = content["early_warning"]
+    assert warning["baseline"] == "vexact"
+    assert "3 standard deviations" in warning["band"]["text"]
+    first = {row["signal"]: row["step"] for row in warning["signals"]}
+    assert first["contribution skew"] == first["|d| max"] == 1
+    assert 20 < first["reward"] <= 26
+    steps = [row["step"] for row in warning["signals"] if row["step"] is not None]
+    assert steps == sorted(steps)
+    assert content["smoothing"] == "mean of 5 steps"
+    # a picture with something in it, not a blank sheet
+    from matplotlib.image import imread
+
+    picture = imread(tmp_path / "compare.png")
+    assert picture.shape[0] > 1000
+    assert picture[..., :3].std() > 0.02
+
+
+def test_the_table_names_baseline_and_steps(runs, tmp_path):
+    text = " ".join(invoke(*runs, "--out", tmp_path).stdout.split())
+    assert "What leaves vexact's band first" in text
+    assert "contribution" in text
+
+
+def test_band_options_act(runs, tmp_path):
+    wide = json.loads(invoke(*runs, "--out", tmp_path, "--band-z", "1000", "--json").stdout)["early_warning"]
+    assert next(row for row in wide["signals"] if row["signal"] == "reward")["state"] == "stayed"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--smooth", "ema:2"], "is none of off, ema:WEIGHT"),
+        (["--band-window", "1"], "give at least 3 steps"),
+        (["--baseline", "nobody"], "is none of the runs compared: vexact, stock"),
+        (["--group", "x=zzz*"], "matches no run"),
+    ],
+)
+def test_what_does_not_fit_is_refused(runs, tmp_path, words, message):
+    result = invoke(*runs, "--out", tmp_path, *words)
+    assert result.exit_code == 2
+    assert message in " ".join(result.stderr.split())
+
+
+def test_a_group_is_named(runs, tmp_path):
+    content = json.loads(invoke(*runs, "--out", tmp_path, "--group", "all=*", "--json").stdout)
+    assert content["groups"] == [{"name": "all", "runs": ["vexact", "stock"]}]
+
+
+def test_the_two_families_of_estimators_share_no_axis():
+    for _, plots in PLOTS:
+        for plot in plots:
+            names = [name for line in plot.lines for name in line.names]
+            assert not (any(map(CORR_K.match, names)) and any(map(PPO_K.match, names)))
+    with pytest.raises(ValueError, match="one axis"):
+        Plot("both", "Both", (Line(("tim/k3",)), Line(("tim/ppo_k3",))))
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_runs_of_no_and_one_step(runs, tmp_path, steps):
+    short = write_run(tmp_path / "short", rollout="stock", steps=max(steps, 1))
+    if not steps:
+        (short / "metrics.jsonl").write_text("")
+    result = invoke(runs[0], short, "--out", tmp_path, "--png", "--json")
+    assert result.exit_code == 0, result.output
+    states = {row["state"] for row in json.loads(result.stdout)["early_warning"]["signals"]}
+    assert states == ({"too short"} if steps else {"not logged"})

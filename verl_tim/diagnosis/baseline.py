@@ -1,0 +1,186 @@
+"""The usual mismatch of a set-up: model, dtype, hardware and backends with the sizes that its runs logged, as JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from verl_tim.diagnosis.manifest import Manifest
+from verl_tim.diagnosis.run_folder import RunFolder
+
+FORMAT = 1
+
+MEAN_METRICS = (
+    "tim/delta_abs_mean",
+    "tim/delta_abs_p95",
+    "tim/delta_abs_p99",
+    "tim/top1_flip_rate",
+    "tim/router_flip_rate",
+    "tim/router_expert_mismatch",
+)
+MAX_METRIC = "tim/delta_abs_max"
+METRICS = (*MEAN_METRICS[:3], MAX_METRIC, *MEAN_METRICS[3:])
+REQUIRED = "tim/delta_abs_mean"
+
+
+class BaselineError(ValueError):
+    """A baseline that cannot be made or used; the message names run or file, and what is wrong."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a baseline holds for. Two runs of one set-up must agree in every field."""
+
+    architecture: str | None
+    parameters: int | None
+    dtype: str | None
+    device: str | None
+    trainer: str
+    trainer_numerics: str | None
+    trainer_attention: str | None
+    rollout: str
+    rollout_version: str
+    rollout_numerics: str | None
+    rollout_attention: str | None
+    tensor_parallel: int | None
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> Setup:
+        """Read from what the run's processes said of themselves."""
+        trainer, rollout = manifest.trainer.facts, manifest.rollout.facts
+        return cls(
+            architecture=trainer.model.get("architecture") or rollout.model.get("architecture"),
+            parameters=manifest.parameters,
+            dtype=trainer.compute_dtype,
+            device=trainer.device,
+            trainer=trainer.backend,
+            trainer_numerics=trainer.numerics,
+            trainer_attention=trainer.attention_backend,
+            rollout=rollout.backend,
+            rollout_version=rollout.backend_version,
+            rollout_numerics=rollout.numerics,
+            rollout_attention=rollout.attention_backend,
+            tensor_parallel=rollout.tensor_parallel,
+        )
+
+    def differences(self, other: Setup) -> list[str]:
+        """ "field: mine here, theirs there", for every field that differs."""
+        return [
+            f"{f.name} is {getattr(self, f.name)!r}, there {getattr(other, f.name)!r}"
+            for f in fields(self)
+            if getattr(self, f.name) != getattr(other, f.name)
+        ]
+
+
+@dataclass(frozen=True)
+class Level:
+    """One metric over all steps: its mean, its largest value, and what later values are held against (0: nothing)."""
+
+    mean: float
+    largest: float
+    reference: float
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """The usual mismatch of one set-up.
+
+    Attributes:
+        metrics: by name. The reference of `tim/delta_abs_max` is the largest value seen, of the others their mean.
+        steps, runs: what it was made from.
+    """
+
+    setup: Setup
+    metrics: dict[str, Level]
+    steps: int
+    runs: list[str]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"format": FORMAT, **asdict(self)}
+
+    def write(self, path: Path) -> Path:
+        """As JSON, whole or not at all."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        scratch.write_text(json.dumps(self.to_dict(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        os.replace(scratch, path)
+        return path
+
+    @classmethod
+    def read(cls, path: str | Path) -> Baseline:
+        """Raises `BaselineError` where the file is missing or no baseline of this format."""
+        path = Path(path).expanduser()
+        if not path.is_file():
+            raise BaselineError(f"there is no file {path}: verl-tim baseline RUN --out {path} makes one")
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise BaselineError(f"{path} is not JSON: {error}") from error
+        if not isinstance(content, dict) or content.get("format") != FORMAT:
+            raise BaselineError(f"{path} is no baseline of format {FORMAT}: make it again with verl-tim baseline")
+        try:
+            metrics = {str(name): Level(**level) for name, level in content["metrics"].items()}
+            baseline = cls(Setup(**content["setup"]), metrics, int(content["steps"]), list(content["runs"]))
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise BaselineError(
+                f"{path} is no whole baseline ({error}): make it again with verl-tim baseline"
+            ) from error
+        values = [value for level in metrics.values() for value in (level.mean, level.largest, level.reference)]
+        if not all(isinstance(value, (int, float)) and math.isfinite(value) and value >= 0 for value in values):
+            raise BaselineError(f"{path}: a level is no finite number of at least 0")
+        if not any(level.reference for level in metrics.values()):
+            raise BaselineError(f"{path}: every level is 0, nothing can be a multiple of it")
+        return baseline
+
+
+def baseline_of(runs: Sequence[str | Path], *, skip: int = 0) -> Baseline:
+    """The usual mismatch over runs of one set-up.
+
+    Args:
+        runs: run folders, at least one.
+        skip: steps left out at the beginning of each run.
+
+    Raises:
+        BaselineError: no runs, one without manifest or without `tim/*`, runs of different set-ups, or an exact run
+            (its gate is bits: `tim.gate.exact`).
+        RunFolderError, ManifestError: a folder that holds no run, or a broken file in it.
+    """
+    if not runs:
+        raise BaselineError("no runs: a baseline is made from at least one")
+    setup: Setup | None = None
+    series: dict[str, list[float]] = {}
+    for path in runs:
+        folder = RunFolder(path)
+        manifest = folder.manifest()
+        if manifest is None:
+            raise BaselineError(f"{folder.path} has no manifest.json, so what it ran on is not known")
+        own = Setup.of(manifest)
+        if setup is not None and (differing := own.differences(setup)):
+            raise BaselineError(f"{folder.path} is another set-up than {runs[0]}: {'; '.join(differing)}")
+        setup = own
+        log = folder.metrics()
+        measured = log.series(REQUIRED)[0][skip:]
+        if not measured:
+            raise BaselineError(f"{folder.path} logged no {REQUIRED}" + (f" after {skip} steps" if skip else ""))
+        for name in METRICS:
+            steps, values = log.series(name)
+            series.setdefault(name, []).extend(v for s, v in zip(steps, values, strict=True) if s >= measured[0])
+    assert setup is not None
+    metrics = {name: _level(name, values) for name, values in series.items() if values}
+    if not any(level.reference for level in metrics.values()):
+        raise BaselineError(
+            f"{', '.join(map(str, runs))}: rollout and trainer agreed in every token; a factor of 0 says nothing, "
+            "and the gate of such runs is bits (tim.gate.exact)"
+        )
+    return Baseline(setup, metrics, len(series[REQUIRED]), [RunFolder(path).name for path in runs])
+
+
+def _level(name: str, values: list[float]) -> Level:
+    mean, largest = fmean(values), max(values)
+    return Level(mean, largest, largest if name == MAX_METRIC else mean)
