@@ -10,8 +10,7 @@ from verl_tim.engine.core import RequestOutput
 from verl_tim.engine.engine import Engine
 from verl_tim.models.taps import record
 from verl_tim.models.weights import weight_checksum
-from verl_tim.numerics import log_probs_of
-from verl_tim.verification.replay import response_logits
+from verl_tim.verification.replay import response_hidden, response_log_probs
 from verl_tim.verification.subject import Prompt, Subject, trainer_temperature
 
 _TEMPERATURES = (1.0, 0.6, 1.3)
@@ -32,9 +31,8 @@ def name_cause(subject: Subject, engine: Engine, prompt: Prompt, output: Request
     with record() as train_taps:
         train_R = subject.trainer.log_probs([sequence], temperature=temperature)[0]
     with record() as engine_taps:
-        logits_RV = response_logits(engine.model, prompt.token_P, sequence.response_R)
-    response_R = torch.from_numpy(sequence.response_R)
-    replay_R, _ = log_probs_of(logits_RV, response_R, torch.full(response_R.shape, temperature))
+        hidden_RD = response_hidden(engine.model, prompt.token_P, sequence.response_R)
+    replay_R = response_log_probs(engine.model, hidden_RD, sequence.response_R, temperature)
     parted = first_parting(engine_taps, train_taps)
     if parted:
         return parted

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -14,7 +16,19 @@ PAGE_SIZE = 16
 
 
 def response_logits(model: RunnableModel, prompt_P: np.ndarray, response_R: np.ndarray) -> Tensor:
-    """fp32 logits (R, padded vocabulary) that each response token would be drawn from, by one prefill on own KV pages.
+    """fp32 logits (R, padded vocabulary) that each response token would be drawn from. Arguments as below."""
+    return model.logits(response_hidden(model, prompt_P, response_R))
+
+
+def response_log_probs(model: Any, hidden_RD: Tensor, response_R: np.ndarray, temperature: float) -> Tensor:
+    """fp32 (R,) on the CPU: what an `EngineModel` would record for the tokens of `response_hidden`'s rows."""
+    token_R = torch.from_numpy(response_R).to(hidden_RD.device)
+    temperature_R = torch.full(token_R.shape, temperature, device=hidden_RD.device)
+    return model.log_probs(hidden_RD, token_R, temperature_R).cpu()
+
+
+def response_hidden(model: RunnableModel, prompt_P: np.ndarray, response_R: np.ndarray) -> Tensor:
+    """(R, hidden): the rows that each response token would be drawn from, by one prefill on own KV pages.
 
     Args:
         prompt_P, response_R: int64 token ids, at least one each.
@@ -33,9 +47,10 @@ def response_logits(model: RunnableModel, prompt_P: np.ndarray, response_R: np.n
         block_table_SM=torch.arange(1, pages + 1)[None],
         slot_T=slot_T,
         position_T=position_T,
+        device=model.device,
     )
     shape = (config.num_layers, pages + 1, PAGE_SIZE, config.num_kv_heads, config.head_dim)
     k_pages, v_pages = (torch.zeros(shape, dtype=model.dtype, device=model.device) for _ in range(2))
-    hidden_TD = model.forward(padded_T, batch, k_pages, v_pages)
+    hidden_TD = model.forward(padded_T.to(model.device), batch, k_pages, v_pages)
     first = len(prompt_P) - 1
-    return model.logits(hidden_TD[first : first + len(response_R)])
+    return hidden_TD[first : first + len(response_R)]

@@ -38,6 +38,7 @@ class Subject:
         model_path: folder of a Hugging Face model.
         dtype: compute dtype of both sides.
         rollout: "vexact" (contract numerics) or "stock".
+        trainer_numerics: "contract", or "stock" for verl's own forward.
         requests: requests per scenario.
         response_tokens: most tokens per response.
         seed: of prompts and draws.
@@ -47,6 +48,7 @@ class Subject:
     model_path: str
     dtype: str = "bfloat16"
     rollout: str = "vexact"
+    trainer_numerics: str = "contract"
     requests: int = 24
     response_tokens: int = 48
     seed: int = 0
@@ -55,7 +57,7 @@ class Subject:
     _updates: list[list[tuple[str, Tensor]]] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
-        self.trainer = InProcessTrainer(self.model_path, dtype=self.dtype)
+        self.trainer = InProcessTrainer(self.model_path, dtype=self.dtype, numerics=self.trainer_numerics)
         probe = self.engine()
         self.max_model_len, self.vocab_size = probe.max_model_len, probe.vocab_size
         self.rng = np.random.default_rng(self.seed)
@@ -63,7 +65,7 @@ class Subject:
     @property
     def exact(self) -> bool:
         """Whether the two sides must agree bit for bit."""
-        return self.rollout == "vexact"
+        return self.rollout == "vexact" and self.trainer_numerics == "contract"
 
     def engine(self, **settings: Any) -> Engine:
         """A fresh rollout engine that holds the trainer's weights of now.
@@ -74,7 +76,8 @@ class Subject:
         config: dict[str, Any] = {
             "model_path": self.model_path,
             "dtype": self.dtype,
-            "numerics": "contract" if self.exact else "stock",
+            "device": "cuda" if torch.cuda.is_available() else "cpu",  # where verl puts the trainer
+            "numerics": "contract" if self.rollout == "vexact" else "stock",
             "kv_cache_tokens": 65536,
             "seed": self.seed,
         }
