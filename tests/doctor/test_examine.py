@@ -1,0 +1,150 @@
+"""All rules together: what is an error, that nothing is said twice, and that good configs are clean."""
+
+import json
+import time
+
+import pytest
+from omegaconf import OmegaConf
+from typer.testing import CliRunner
+
+from verl_tim.cli import app
+from verl_tim.doctor.examine import examine
+from verl_tim.doctor.rule import Level
+from verl_tim.doctor.source import read
+from verl_tim.doctor.view import View
+
+ROLLOUT, MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+CORRECTION = "algorithm.rollout_correction"
+
+
+def rules(report, level=None):
+    return {one.rule for one in report.violations if level in (None, one.level)}
+
+
+def run(*words):
+    return CliRunner().invoke(app, ["doctor", *words])
+
+
+def test_zero_mismatch_is_clean(view_of):
+    report = examine(view_of("vexact"))
+    assert report.violations == ()
+    assert {row.state for row in report.checks} == {"ok"}
+
+
+def test_a_chosen_mismatch_warns_and_an_unchosen_one_is_an_error(view_of):
+    stock = {f"{ROLLOUT}.name": "stock", f"{ROLLOUT}.engine_kwargs.stock": {"page_size": 16}}
+    chosen = examine(view_of("vexact", stock))
+    assert rules(chosen, Level.ERROR) == set()
+    assert rules(chosen, Level.WARNING) == {"exact.rollout-engine"}
+    assert rules(examine(view_of("vexact", stock), exact=True), Level.ERROR) == {"exact.rollout-engine"}
+    assert "exact.rollout-engine" in rules(examine(view_of("verl")), Level.ERROR)
+
+
+def test_everything_at_once(view_of):
+    report = examine(
+        view_of(
+            "verl",
+            {
+                f"{MODEL}.use_liger": True,
+                f"{MODEL}.lora_rank": 8,
+                f"{ROLLOUT}.top_p": 0.9,
+                f"{ROLLOUT}.calculate_log_probs": False,
+                f"{CORRECTION}.rollout_is": "token",
+                "data.max_response_length": 300,
+                "actor_rollout_ref.actor.use_dynamic_bsz": True,
+                "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 256,
+            },
+        )
+    )
+    assert {
+        "exact.liger",
+        "exact.lora",
+        "exact.sampling-support",
+        "correction.log-probs-missing",
+        "stops.token-budget",
+    } <= rules(report, Level.ERROR)
+    assert [one.level for one in report.violations] == sorted(
+        (one.level for one in report.violations), key=list(Level).index
+    )
+
+
+def test_a_reason_to_refuse_a_start_is_said_once_as_an_error(view_of):
+    report = examine(view_of("vexact", {f"{MODEL}.use_liger": True}))
+    (one,) = report.errors
+    assert (one.rule, one.key) == ("exact.liger", f"{MODEL}.use_liger")
+    # also where the rest of the config chose a mismatch
+    report = examine(view_of("vexact", {f"{MODEL}.use_liger": True, f"{ROLLOUT}.name": "stock"}))
+    assert f"{MODEL}.use_liger" in {one.key for one in report.errors}
+
+
+def test_wrong_values_do_not_hide_the_rest(view_of):
+    report = examine(view_of("vexact", {f"{ROLLOUT}.n": "eight", f"{MODEL}.use_liger": True}))
+    assert {"start.values", "exact.liger"} <= rules(report, Level.ERROR)
+    assert {row.check.name: row.state for row in report.checks}["rollout and trainer"] == "not looked at"
+
+
+def test_without_the_machine_only_the_config_counts(view_of):
+    changes = {"trainer.n_gpus_per_node": 8, "data.train_batch_size": 16, "ray_kwargs.ray_init.num_cpus": 2}
+    with_machine = examine(view_of("verl", changes))
+    without = examine(view_of("verl", changes, machine=None))
+    assert {"start.machine", "start.ray"} <= rules(with_machine)
+    assert not {"start.machine", "start.ray", "start.cpu", "start.strategy"} & rules(without)
+
+
+def test_the_folder_of_a_run_may_hold_the_run(configs, tmp_path):
+    OmegaConf.save(configs["vexact"], tmp_path / "config.yaml")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "data": {}}\n')
+    result = run("--json", str(tmp_path), f"tim.run_dir={tmp_path}")
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize("rollout", ["vexact", "stock"])
+@pytest.mark.parametrize("recipe", ["cpu_grpo", "cpu_reinforce", "cpu_moe_grpo"])
+def test_our_recipes_have_no_error(recipe, rollout, tmp_path):
+    words = [f"recipe={recipe}", f"rollout={rollout}", f"tim.run_dir={tmp_path}/r", f"tim.cache_dir={tmp_path}/c"]
+    source = read(words)
+    report = examine(View(source.config, None, source.underscore_numbers))
+    assert report.errors == ()
+
+
+def test_exit_codes_and_json(plain_file, tmp_path):
+    broken = run("--json", "--no-machine", str(plain_file), f"{ROLLOUT}.top_k=20")
+    assert broken.exit_code == 1
+    said = json.loads(broken.stdout)
+    assert said["ok"] is False
+    assert said["source"] == str(plain_file)
+    (one,) = [one for one in said["violations"] if one["rule"] == "exact.sampling-support"]
+    assert one["key"] == f"{ROLLOUT}.top_k"
+    assert one["level"] == "error"
+    assert one["severity"] == "breaks exactness"
+    assert set(one) == {"rule", "severity", "level", "key", "problem", "why", "remedy"}
+    assert all(one.values())
+    assert sum(said["counts"].values()) == len(said["violations"])
+    unreadable = run("--json", str(tmp_path / "none.yaml"))
+    assert (unreadable.exit_code, unreadable.stdout) == (2, "")
+    assert "none.yaml" in unreadable.stderr.replace("\n", "")
+
+
+def test_text_names_rule_key_reason_and_remedy(plain_file):
+    result = run("--no-machine", str(plain_file), f"{MODEL}.use_liger=true")
+    said = " ".join(result.stderr.split())
+    assert result.exit_code == 1
+    for words in (f"{MODEL}.use_liger: it is True", "exact.liger (error, breaks exactness)", "-> Set it to false"):
+        assert words in said
+    assert " errors" in result.stdout
+    assert "Traceback" not in result.output
+
+
+def test_a_band_that_yaml_read_as_a_number_is_an_error_not_bad_input():
+    result = run("--json", "--no-machine", f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_threshold=0.5_5")
+    assert result.exit_code == 1
+    found = {one["rule"] for one in json.loads(result.stdout)["violations"]}
+    assert {"correction.band-read-as-number", "correction.threshold-below-one"} <= found
+
+
+def test_it_is_fast(view_of):
+    view_of("vexact")
+    examine(view_of("vexact"))  # imports and caches
+    started = time.monotonic()
+    examine(view_of("vexact"))
+    assert time.monotonic() - started < 3

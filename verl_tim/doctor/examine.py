@@ -1,0 +1,141 @@
+"""All rules at once over one config and one machine."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from verl_tim.doctor.rule import Level, Rule, Severity, Violation
+from verl_tim.doctor.rules import OWN, start
+from verl_tim.doctor.view import View
+from verl_tim.launch.checks import CHECKS, Check, keys, one_per_key, run_checks, verl_config
+from verl_tim.launch.run_folder import check_free
+from verl_tim.training.finding import Finding
+
+# Checks of things that are made at the start, where a config leaves them to this package.
+_MADE = {"model": "actor_rollout_ref.model.path", "tokenizer": "actor_rollout_ref.model.path"}
+_MADE_DATA = ("data.train_files", "data.val_files")
+
+
+@dataclass(frozen=True)
+class CheckState:
+    """A start-up check, and how it went: ok, fails, made at start, or not looked at."""
+
+    check: Check
+    state: str
+    findings: tuple[Finding, ...] = ()
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was found.
+
+    Attributes:
+        violations: errors first, in the order of the rules.
+        checks: the start-up checks that apply to this config.
+    """
+
+    violations: tuple[Violation, ...]
+    checks: tuple[CheckState, ...]
+
+    @property
+    def errors(self) -> tuple[Violation, ...]:
+        return tuple(violation for violation in self.violations if violation.level is Level.ERROR)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        counted = Counter(violation.level for violation in self.violations)
+        return {level.value: counted[level] for level in Level}
+
+
+def examine(view: View, *, exact: bool = False, folder_is_free: bool = True) -> Report:
+    """Every violation of every rule.
+
+    Args:
+        exact: hold the config to zero mismatch: what breaks it is an error, whatever the rollout.
+        folder_is_free: False for the config of a run, whose folder holds that run.
+    """
+    held_to_exactness = exact or view.zero_mismatch or not view.has_tim_group
+    checks, at_start = _start(view, folder_is_free)
+    found = [(rule, finding) for rule in OWN if _looks(rule, view) for finding in rule.examine(view)]
+    # one condition may be a rule of the doctor's and a reason to refuse a start: said once, as an error
+    refused = {(_key(finding), finding.problem) for _, finding in at_start}
+    said = {(_key(finding), finding.problem) for _, finding in found}
+    found += [(rule, finding) for rule, finding in at_start if (_key(finding), finding.problem) not in said]
+    violations = []
+    for rule, finding in found:
+        is_error = rule.at_start or (_key(finding), finding.problem) in refused
+        level = Level.ERROR if is_error else _level(rule.severity, held_to_exactness)
+        remedy = finding.remedy or rule.remedy
+        violations.append(Violation(rule.id, rule.severity, level, _key(finding), finding.problem, rule.why, remedy))
+    order = list(Level)
+    violations.sort(key=lambda violation: order.index(violation.level))
+    return Report(tuple(dict.fromkeys(violations)), checks)
+
+
+def _level(severity: Severity, held_to_exactness: bool) -> Level:
+    if severity is Severity.EXACTNESS:
+        return Level.ERROR if held_to_exactness else Level.WARNING
+    return {Severity.WASTE: Level.WARNING, Severity.NOTE: Level.NOTE}.get(severity, Level.ERROR)
+
+
+def _looks(rule: Rule, view: View) -> bool:
+    return view.machine is not None or not rule.needs_machine
+
+
+def _key(finding: Finding) -> str:
+    """The key alone: some findings of the engine's options name the value behind it."""
+    return finding.key.partition("=")[0]
+
+
+def _start(view: View, folder_is_free: bool) -> tuple[tuple[CheckState, ...], list[tuple[Rule, Finding]]]:
+    """The start-up checks that apply, and what they found, one finding per key.
+
+    A value that cannot be meant keeps the later checks from computing: they are not looked at then.
+    """
+    looks = [
+        check
+        for check in CHECKS
+        if (view.launched or not check.of_tim)
+        and (view.machine is not None or not check.of_machine)
+        and (folder_is_free or check.run is not check_free)
+    ]
+    others = [check for check in looks if check.run is not verl_config.check_verl_tim]
+    ran = dict(run_checks(view.config, others))
+    cut_short = len(ran) < len(others)
+    by_key: dict[str, tuple[Rule, Finding]] = {}
+    states = []
+    for check in looks:
+        if check.run is verl_config.check_verl_tim:
+            pairs = [] if cut_short else list(_preflight(view))
+            looked = not cut_short
+        else:
+            pairs = [(start.CHECK_RULES[check.name], finding) for finding in ran.get(check, [])]
+            looked = check in ran
+        for rule, finding in pairs:
+            by_key.setdefault(_key(finding), (rule, finding))
+        findings = one_per_key(finding for _, finding in pairs)
+        states.append(CheckState(check, _state(check, findings, looked, view), tuple(findings)))
+    return tuple(states), list(by_key.values())
+
+
+def _preflight(view: View) -> Iterable[tuple[Rule, Finding]]:
+    left_to_us = {key for key in keys.MADE_FROM if OmegaConf.select(view.config, key, throw_on_missing=False) is None}
+    for rule in start.PREFLIGHT_RULES:
+        if _looks(rule, view) and start.applies(rule, view):
+            yield from ((rule, finding) for finding in rule.examine(view) if finding.key not in left_to_us)
+
+
+def _state(check: Check, findings: Any, looked: bool, view: View) -> str:
+    if findings:
+        return "fails"
+    if not looked:
+        return "not looked at"
+    made = (check.name in _MADE and view.get(_MADE[check.name]) is None) or (
+        check.name == "data" and any(view.get(key) is None for key in _MADE_DATA)
+    )
+    return "made at start" if made and view.launched else "ok"

@@ -1,0 +1,147 @@
+"""The correction, whoever computes it: what it is told and cannot do, and what it does twice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from verl_tim.correction.thresholds import Band
+from verl_tim.doctor.rule import ACTOR, MODEL, ROLLOUT, Rules, Severity, found
+from verl_tim.doctor.view import View
+from verl_tim.training.correction_config import CORRECTION_KEY, LOSS_MODE_KEY
+from verl_tim.training.finding import Finding
+
+RULES = Rules()
+rule = RULES.rule
+
+
+@rule(
+    "correction.band-read-as-number",
+    Severity.CORRECTION,
+    f"{CORRECTION_KEY}.rollout_is_threshold",
+    f"{CORRECTION_KEY}.rollout_rs_threshold",
+    remedy="write a band as [lo, hi] or in quotes",
+)
+def band_read_as_number(view: View) -> Iterator[Finding]:
+    """YAML reads the unquoted 0.5_5 as the number 0.55: a band from 0.5 to 5 becomes a cap below 1, and nothing shows
+    what was written once it is parsed. Looked for in the text of the config and of the overrides.
+    """
+    for number in view.underscore_numbers:
+        error = number.error()
+        yield Finding(f"{CORRECTION_KEY}.{error.key}", f"{error.value}: {error.problem}", error.remedy)
+
+
+@rule(
+    "correction.threshold-below-one",
+    Severity.CORRECTION,
+    f"{CORRECTION_KEY}.rollout_is_threshold",
+    remedy="give a cap of at least 1, such as 2, or a band [lo, hi]",
+)
+def threshold_below_one(view: View) -> Iterator[Finding]:
+    """A cap below 1 truncates tokens that do not mismatch at all (weight 1), so that every loss is scaled down alike
+    and nothing is corrected. It is what is left of a band that YAML read as a number.
+    """
+    correction = view.correction
+    if correction is None or correction.rollout_is is None or correction.weights_are_logged_only:
+        return
+    cap = correction.rollout_is_threshold
+    if not isinstance(cap, Band) and cap is not None and cap < 1:
+        yield found(f"{CORRECTION_KEY}.rollout_is_threshold", f"it is {cap:g}")
+
+
+@rule(
+    "correction.sequence-ratio-twice",
+    Severity.CORRECTION,
+    LOSS_MODE_KEY,
+    f"{CORRECTION_KEY}.rollout_is",
+    remedy=f"choose {CORRECTION_KEY}.rollout_is=token, or another loss_mode",
+)
+def sequence_ratio_twice(view: View) -> Iterator[Finding]:
+    """GSPO's own ratio is one per sequence; a sequence weight beside it corrects the same gap a second time."""
+    from verl_tim.launch.checks.correction import sequence_ratio_twice
+
+    if view.correction is not None:
+        yield from sequence_ratio_twice(view.config, view.correction)
+
+
+@rule(
+    "note.unused-setting",
+    Severity.NOTE,
+    CORRECTION_KEY,
+    remedy="remove it, or change what it says",
+)
+def unused_setting(view: View) -> Iterator[Finding]:
+    """A setting that another setting keeps from acting; the reason is in the finding."""
+    from verl_tim.launch.checks.correction import unused
+
+    if view.correction is not None:
+        yield from unused(view.correction)
+
+
+@rule(
+    "correction.padding-rejects-all",
+    Severity.CORRECTION,
+    f"{CORRECTION_KEY}.rollout_rs",
+    f"{MODEL}.path",
+    remedy="rollout=vexact; or a model whose head has as many rows as its tokenizer has tokens",
+)
+def padding_rejects_all(view: View) -> Iterator[Finding]:
+    """The constant that vLLM's masked vocabulary rows add to every token can push every sequence over a rejection
+    bound: three GRPO steps ran so with zero gradient and no warning.
+    """
+    if view.on_vllm and view.unused_logits is not None and view.correction is not None and view.correction.rules:
+        tokens, rows = view.unused_logits
+        names = ", ".join(one.name for one in view.correction.rules)
+        yield found(f"{CORRECTION_KEY}.rollout_rs", f"{names} with {rows - tokens} head rows beyond the tokenizer")
+
+
+@rule(
+    "correction.router-replay",
+    Severity.CORRECTION,
+    f"{ROLLOUT}.enable_rollout_routing_replay",
+    f"{ACTOR}.fsdp_config.router_replay.mode",
+    remedy="turn it off, or use a trainer that replays (megatron, veomni)",
+    reports=("verl#7340", "verl#5037", "verl#7106", "verl#7786", "verl#7805"),
+)
+def router_replay(view: View) -> Iterator[Finding]:
+    """verl replays routes in its megatron and veomni trainers only (engine_workers.py:498); under FSDP routes are
+    recorded, sent, and dropped without a word.
+    """
+    if not view.on_fsdp:
+        return
+    replay = f"{ROLLOUT}.enable_rollout_routing_replay"
+    if view.get(replay, False) and not view.rollout_is_ours:  # start.rollout refuses it for ours
+        yield found(replay, f"it is true with a {view.strategy} trainer")
+    for key in (f"{ACTOR}.fsdp_config.router_replay.mode", f"{ACTOR}.router_replay.mode"):
+        if str(view.get(key, "disabled")).lower() != "disabled":
+            yield found(key, f"it is {view.get(key)} with a {view.strategy} trainer")
+
+
+@rule(
+    "waste.nothing-to-correct",
+    Severity.WASTE,
+    CORRECTION_KEY,
+    remedy="correction=none",
+)
+def nothing_to_correct(view: View) -> Iterator[Finding]:
+    """Where rollout and trainer agree bit for bit every weight is 1 and nothing is rejected. Rules on the PPO ratio
+    and bypass act all the same.
+    """
+    correction = view.correction
+    if not view.zero_mismatch or correction is None or correction.bypass_mode:
+        return
+    if correction.rollout_is is not None or (correction.rules and correction.rollout_rs_signal == "r_corr"):
+        yield found(CORRECTION_KEY, "it corrects, and this rollout and trainer do not differ")
+
+
+@rule(
+    "note.nothing-corrected",
+    Severity.NOTE,
+    CORRECTION_KEY,
+    remedy="correction=token_tis to begin with; or rollout=vexact trainer=contract",
+)
+def nothing_corrected(view: View) -> Iterator[Finding]:
+    """The two sides differ and nothing is done about it. Right for measuring the mismatch, and how a collapse begins
+    otherwise.
+    """
+    if not view.zero_mismatch and view.correction is not None and not view.correction.enabled:
+        yield found(CORRECTION_KEY, "nothing is corrected")

@@ -1,0 +1,117 @@
+"""The start-up checks as rules: the same functions that keep a run of verl_tim from starting, listed and not raised."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+
+from verl_tim.doctor.rule import ACTOR, MODEL, ROLLOUT, Rule, Severity
+from verl_tim.doctor.view import View
+from verl_tim.launch.checks import CHECKS, Check, verl_config
+from verl_tim.training import preflight
+from verl_tim.training.config import BACKEND_KEY
+from verl_tim.training.finding import Finding
+
+# What a check of the launcher looks at, by its name.
+_KEYS = {
+    "keys": ("tim.*", "any key left `???`"),
+    "values": ("every key that verl has",),
+    "correction": ("algorithm.rollout_correction",),
+    "run folder": ("tim.run_dir",),
+    "folders": ("tim.run_dir", "tim.cache_dir", "trainer.default_local_dir"),
+    "to be made": ("tim.task", "tim.model"),
+    "machine": ("trainer.n_gpus_per_node", f"{ROLLOUT}.name"),
+    "packages": (f"{ROLLOUT}.name", "trainer.use_v1", "trainer.logger"),
+    "model": (f"{MODEL}.path",),
+    "tokenizer": (f"{MODEL}.path", f"{MODEL}.tokenizer_path", f"{MODEL}.custom_chat_template"),
+    "data": ("data.train_files", "data.val_files"),
+    "reward": ("reward.custom_reward_function",),
+    "lengths": ("data.max_prompt_length", "data.max_response_length", f"{ROLLOUT}.max_model_len"),
+    "verl": (
+        "data.train_batch_size",
+        f"{ACTOR}.ppo_mini_batch_size",
+        f"{ACTOR}.ppo_micro_batch_size_per_gpu",
+        f"{ROLLOUT}.n",
+    ),
+}
+# The rules of preflight: name, severity, keys; by function.
+_PREFLIGHT: dict[str, tuple[str, Severity, tuple[str, ...]]] = {
+    "_tim_group": ("tim", Severity.STOPS, ("tim", "tim.trainer_numerics")),
+    "_ray_resources": (
+        "ray",
+        Severity.STOPS,
+        ("ray_kwargs.ray_init.num_cpus", "ray_kwargs.ray_init.num_gpus"),
+    ),
+    "_cpu_machine": ("cpu", Severity.STOPS, ("trainer.device", f"{MODEL}.external_lib")),
+    "_strategy": ("strategy", Severity.EXACTNESS, (f"{ACTOR}.strategy",)),
+    "_contract": ("contract", Severity.EXACTNESS, (BACKEND_KEY, f"{MODEL}.use_fused_kernels")),
+    "_dtypes": (
+        "dtypes",
+        Severity.EXACTNESS,
+        (f"{ROLLOUT}.dtype", f"{ACTOR}.fsdp_config.mixed_precision.param_dtype"),
+    ),
+    "_rollout": (
+        "rollout",
+        Severity.STOPS,
+        (ROLLOUT, f"{ROLLOUT}.tensor_model_parallel_size", f"{ROLLOUT}.engine_kwargs.vexact"),
+    ),
+    "_model": ("architecture", Severity.STOPS, (f"{MODEL}.path",)),
+    "_data": ("data-schema", Severity.STOPS, ("data.train_files", "data.val_files")),
+    "_correction": (
+        "correction-reaches-the-loss",
+        Severity.CORRECTION,
+        ("algorithm.rollout_correction", f"{MODEL}.external_lib", f"{ROLLOUT}.calculate_log_probs"),
+    ),
+}
+# Preflight rules that look at this machine.
+_OF_MACHINE = ("_ray_resources", "_cpu_machine")
+_SEE_FINDING = "the finding says it"
+
+
+def _why(function: Callable[..., object]) -> str:
+    """The first paragraph of a function's docstring, in one line."""
+    return " ".join((inspect.getdoc(function) or "").partition("\n\n")[0].split())
+
+
+def _of_check(check: Check) -> Rule:
+    return Rule(
+        f"start.{check.name.replace(' ', '-')}",
+        Severity.CORRECTION if check.name == "correction" else Severity.STOPS,
+        _KEYS[check.name],
+        _why(check.run),
+        _SEE_FINDING,
+        lambda view: check.run(view.config),
+        at_start=True,
+        needs_machine=check.of_machine,
+    )
+
+
+def _of_preflight(function: preflight.StartRule) -> Rule:
+    name, severity, keys = _PREFLIGHT[function.__name__]
+
+    def examine(view: View) -> Iterable[Finding]:
+        return function(view, None)
+
+    return Rule(
+        f"start.{name}",
+        severity,
+        keys,
+        _why(function),
+        _SEE_FINDING,
+        examine,
+        at_start=True,
+        needs_machine=function.__name__ in _OF_MACHINE,
+    )
+
+
+# `verl_config.check_verl_tim` runs preflight's rules one after the other; here each is a rule of its own.
+CHECK_RULES: dict[str, Rule] = {
+    check.name: _of_check(check) for check in CHECKS if check.run is not verl_config.check_verl_tim
+}
+PREFLIGHT_RULES: tuple[Rule, ...] = tuple(_of_preflight(function) for function in preflight.RULES)
+RULES: list[Rule] = [*CHECK_RULES.values(), *PREFLIGHT_RULES]
+
+
+def applies(rule: Rule, view: View) -> bool:
+    """Whether a rule of preflight speaks of a config: the correction's only where this package's correction runs."""
+    return not (rule.id == "start.correction-reaches-the-loss" and view.native)

@@ -1,0 +1,104 @@
+"""What costs time or disk and buys nothing, and a watch that is off."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from verl_tim.doctor.rule import ACTOR, ROLLOUT, Rules, Severity, found
+from verl_tim.doctor.view import View
+from verl_tim.training.finding import Finding
+
+RULES = Rules()
+rule = RULES.rule
+
+
+@rule(
+    "waste.deterministic-fill",
+    Severity.WASTE,
+    f"{ACTOR}.fsdp_config.full_determinism",
+    remedy="trainer=contract, which is deterministic without it",
+)
+def deterministic_fill(view: View) -> Iterator[Finding]:
+    """torch.use_deterministic_algorithms fills every new tensor with NaN first, one more kernel per allocation, unless
+    torch.utils.deterministic.fill_uninitialized_memory is off.
+    """
+    key = f"{ACTOR}.fsdp_config.full_determinism"
+    if view.get(key, False):
+        yield found(key, "it is true")
+
+
+@rule(
+    "waste.polling",
+    Severity.WASTE,
+    "trainer.v1.sampler.custom_sampler",
+    "tim.poll_interval",
+    remedy="add a tim: group (tim.poll_interval=0.1), or a sampler of your own",
+)
+def polling(view: View) -> Iterator[Finding]:
+    """verl's V1 trainer looks at its replay buffer every 2 seconds: 2.1 s of a step of 2.8 s with a small model."""
+    ours = view.get("trainer.v1.sampler.custom_sampler.name") is not None
+    if view.native and view.get("trainer.use_v1", True) and not ours:
+        yield found("trainer.v1.sampler.custom_sampler", "it is verl's own")
+
+
+@rule(
+    "waste.checkpoints-pile-up",
+    Severity.WASTE,
+    "trainer.max_actor_ckpt_to_keep",
+    remedy="trainer.max_actor_ckpt_to_keep=2",
+)
+def checkpoints_pile_up(view: View) -> Iterator[Finding]:
+    """verl keeps every checkpoint it writes, each 12 bytes per parameter, unless it is told how many."""
+    if view.whole("trainer.save_freq", -1) > 0 and view.get("trainer.max_actor_ckpt_to_keep") is None:
+        yield found(
+            "trainer.max_actor_ckpt_to_keep", f"it is null, and trainer.save_freq is {view.get('trainer.save_freq')}"
+        )
+
+
+@rule(
+    "waste.group-of-one",
+    Severity.WASTE,
+    f"{ROLLOUT}.n",
+    "algorithm.adv_estimator",
+    remedy="raise rollout.n, to 8 for example, or take reinforce_plus_plus",
+)
+def group_of_one(view: View) -> Iterator[Finding]:
+    """These estimators compare the answers to one prompt; a single answer has nothing to be compared with."""
+    estimator = str(view.get("algorithm.adv_estimator", "gae"))
+    groups = ("grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg")
+    if estimator in groups and view.whole(f"{ROLLOUT}.n", 1) == 1:
+        yield found(f"{ROLLOUT}.n", f"it is 1 with {estimator}")
+
+
+@rule(
+    "waste.log-probs-twice",
+    Severity.WASTE,
+    "algorithm.rollout_correction.old_forward",
+    remedy="set algorithm.rollout_correction.old_forward=null",
+)
+def log_probs_twice(view: View) -> Iterator[Finding]:
+    """old_forward adds a pass over the whole batch to know d everywhere; with a rollout that agrees bit for bit d is
+    0.
+    """
+    if view.zero_mismatch and view.correction is not None and view.correction.old_forward:
+        yield found("algorithm.rollout_correction.old_forward", "it is true")
+
+
+@rule(
+    "note.gate-off",
+    Severity.NOTE,
+    "tim.gate.exact",
+    "tim.gate.on_mismatch",
+    remedy="leave tim.gate at {exact: true, on_mismatch: stop}",
+    reports=("slime#833",),
+)
+def gate_off(view: View) -> Iterator[Finding]:
+    """Rollout and trainer should agree bit for bit here, and nothing ends the run when they cease to: parity has been
+    lost by an autocast or a version elsewhere, and was found by a user.
+    """
+    if not view.zero_mismatch:
+        return
+    if view.get("tim.gate.exact", True) is False:
+        yield found("tim.gate.exact", "it is false")
+    elif view.get("tim.gate.on_mismatch", "stop") == "warn":
+        yield found("tim.gate.on_mismatch", "it is warn")

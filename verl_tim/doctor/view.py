@@ -1,0 +1,251 @@
+"""A config and a machine as the rules see them: values by key, and what several rules derive from them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_tim.correction import ConfigError, RolloutCorrectionConfig, UnderscoreNumber
+from verl_tim.doctor.machine import Gpu, Machine
+from verl_tim.doctor.rule import ACTOR, ENVIRONMENT, MODEL, ROLLOUT
+from verl_tim.training import preflight
+from verl_tim.training.config import uses_verl_tim
+from verl_tim.training.correction_config import LOSS_MODE_KEY, of_run
+from verl_tim.training.dtypes import canonical
+
+PARAM_DTYPE_KEY = f"{ACTOR}.fsdp_config.mixed_precision.param_dtype"
+# What the FSDP engine takes without `mixed_precision` (verl 0.9.1, workers/engine/fsdp/transformer_impl.py:397).
+_DEFAULT_PARAM_DTYPE = "bf16"
+
+
+class View(preflight.View):
+    """What rules read.
+
+    A key that holds what nobody can mean (text where verl wants a number) reads as its default in `number`: the rule
+    about values speaks of it, and the others go on.
+
+    Attributes:
+        config: resolved, complete: what the file leaves out has verl's defaults.
+        machine: None when the run will be elsewhere; rules about the machine are silent then.
+        underscore_numbers: thresholds that YAML read as numbers, found in the text before it was parsed.
+    """
+
+    def __init__(
+        self,
+        config: DictConfig,
+        machine: Machine | None = None,
+        underscore_numbers: Sequence[UnderscoreNumber] = (),
+    ) -> None:
+        super().__init__(config)
+        self.machine = machine
+        self.underscore_numbers = tuple(underscore_numbers)
+
+    # --- values -----------------------------------------------------------------------------------------------------
+
+    def number(self, key: str, default: float) -> float:
+        value = self.get(key, default)
+        good = isinstance(value, (int, float)) and not isinstance(value, bool) and not math.isnan(value)
+        return value if good else default
+
+    def engine_option(self, name: str) -> tuple[str, Any]:
+        """An option of the rollout engine's own, `engine_kwargs.<engine>.<name>`: its key and value, or None.
+
+        vLLM's options may be written with dashes too.
+        """
+        where = f"{ROLLOUT}.engine_kwargs.{self.rollout}"
+        options = self.get(where, {})
+        if not isinstance(options, (Mapping, DictConfig)):
+            return f"{where}.{name}", None
+        for spelling in (name, name.replace("_", "-")):
+            if options.get(spelling) is not None:
+                return f"{where}.{spelling}", options[spelling]
+        return f"{where}.{name}", None
+
+    def variable(self, name: str) -> tuple[str, str | None]:
+        """An environment variable as the workers get it: the key or place that sets it, and its value or None."""
+        key = f"{ENVIRONMENT}.{name}"
+        given = self.get(ENVIRONMENT, {})
+        if isinstance(given, (Mapping, DictConfig)) and given.get(name) is not None:
+            return key, str(given[name])
+        if self.machine is not None and name in self.machine.environment:
+            return f"environment variable {name}", self.machine.environment[name]
+        return key, None
+
+    def is_on(self, name: str) -> bool:
+        """Whether an environment variable is set to something other than off."""
+        return (self.variable(name)[1] or "0").strip().lower() not in ("", "0", "false", "off", "no")
+
+    def whole(self, key: str, default: int) -> int:
+        return int(self.number(key, default))
+
+    def group(self, key: str) -> dict[str, Any]:
+        """A group as a plain dict; empty where there is none."""
+        node = OmegaConf.select(self.config, key, throw_on_missing=False)
+        plain: Any = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
+        return dict(plain) if isinstance(plain, Mapping) else {}
+
+    @property
+    def ranks(self) -> int:
+        return self.whole("trainer.n_gpus_per_node", 1) * self.whole("trainer.nnodes", 1)
+
+    @property
+    def cpu_only(self) -> bool:
+        return self.machine is not None and not self.machine.gpus and super().cpu_only
+
+    # --- the two sides ----------------------------------------------------------------------------------------------
+
+    @property
+    def uses_verl_tim(self) -> bool:
+        return uses_verl_tim(self.config)
+
+    @property
+    def has_tim_group(self) -> bool:
+        return self.get("tim") is not None
+
+    @property
+    def launched(self) -> bool:
+        """Whether the config has all that this package's launcher reads, and not a `tim:` group written by hand."""
+        return {"run_dir", "cache_dir", "choices"} <= set(self.group("tim"))
+
+    @property
+    def rollout(self) -> str:
+        return str(self.get(f"{ROLLOUT}.name", ""))
+
+    @property
+    def on_vllm(self) -> bool:
+        return self.rollout == "vllm"
+
+    @property
+    def zero_mismatch(self) -> bool:
+        """Whether the config asks for a rollout and a trainer that agree bit for bit."""
+        return self.rollout == "vexact" and self.contract
+
+    @property
+    def strategy(self) -> str:
+        return str(self.get(f"{ACTOR}.strategy", "fsdp"))
+
+    @property
+    def on_fsdp(self) -> bool:
+        return self.strategy in ("fsdp", "fsdp2")
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.get("trainer.device", "cuda") == "cpu"
+
+    @property
+    def trainer_dtype(self) -> str:
+        """The dtype of the trainer's products, under torch's name."""
+        return canonical(str(self.get(PARAM_DTYPE_KEY, _DEFAULT_PARAM_DTYPE)))
+
+    @property
+    def rollout_dtype(self) -> str:
+        return canonical(str(self.get(f"{ROLLOUT}.dtype", "bfloat16")))
+
+    @property
+    def temperature(self) -> float:
+        return self.number(f"{ROLLOUT}.temperature", 1.0)
+
+    @property
+    def attention(self) -> str:
+        """The stock trainer's attention (verl 0.9.1, workers/config/model.py:185)."""
+        return str(self.get(f"{MODEL}.override_config.attn_implementation", "flash_attention_2"))
+
+    @property
+    def synchronous(self) -> bool:
+        return not self.get("trainer.use_v1", True) or self.get("trainer.v1.trainer_mode", "sync") == "sync"
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether vLLM will run its batch-invariant kernels (verl sets the variable under full_determinism)."""
+        return self.is_on("VLLM_BATCH_INVARIANT") or bool(self.get(f"{ROLLOUT}.full_determinism", False))
+
+    # --- correction -------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def correction(self) -> RolloutCorrectionConfig | None:
+        """The correction the config asks for; None if it cannot be read, which the start-up check speaks of."""
+        try:
+            return of_run(self.config)
+        except (ConfigError, ValueError, TypeError):
+            return None
+
+    @property
+    def native(self) -> bool:
+        """Whether verl's own correction runs, and not this package's."""
+        return not self.uses_verl_tim
+
+    @property
+    def loss_mode(self) -> str:
+        return str(self.get(LOSS_MODE_KEY, "vanilla"))
+
+    # --- the model --------------------------------------------------------------------------------------------------
+
+    @property
+    def model_path(self) -> str | None:
+        path = self.get(f"{MODEL}.path")
+        return None if path is None else str(path)
+
+    @cached_property
+    def model_config(self) -> Any:
+        """transformers' config of the model; None where it cannot be had, which the start-up check speaks of."""
+        return self._load(self.model_path, "config")
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The tokenizer; None where it cannot be had."""
+        return self._load(self.get(f"{MODEL}.tokenizer_path") or self.model_path, "tokenizer")
+
+    def _load(self, path: Any, what: str) -> Any:
+        from verl_tim.launch.checks import model
+
+        trust = bool(self.get(f"{MODEL}.trust_remote_code", False))
+        if path is None or model.is_remote(str(path)) or model.load_error(str(path), what, trust):
+            return None
+        return model.load(str(path), what, trust)
+
+    @property
+    def experts(self) -> int:
+        """Experts of a mixture-of-experts model; 0 for a dense one, or where the config is not to be had."""
+        names = ("num_experts", "num_local_experts", "n_routed_experts")
+        return max((int(getattr(self.model_config, name, 0) or 0) for name in names), default=0)
+
+    @property
+    def unused_logits(self) -> tuple[int, int] | None:
+        """(tokens of the tokenizer, rows of the head) where the head has more; None otherwise."""
+        rows = getattr(self.model_config, "vocab_size", None)
+        if rows is None or self.tokenizer is None or len(self.tokenizer) >= rows:
+            return None
+        return len(self.tokenizer), int(rows)
+
+    @cached_property
+    def parameters(self) -> int | None:
+        """Number of parameters, from the weight files' headers; None without a local folder of safetensors."""
+        from safetensors import SafetensorError, safe_open
+
+        folder = Path(self.model_path or "").expanduser()
+        files = sorted(folder.glob("*.safetensors")) if self.model_path and folder.is_dir() else []
+        total = 0
+        try:
+            for file in files:
+                with safe_open(file, framework="pt") as weights:
+                    for name in weights.keys():  # noqa: SIM118  not a dict
+                        total += math.prod(weights.get_slice(name).get_shape())
+        except (SafetensorError, OSError):
+            return None  # torn: the check of the model says so
+        return total or None
+
+    # --- the machine ------------------------------------------------------------------------------------------------
+
+    @property
+    def gpu(self) -> Gpu | None:
+        """The smallest GPU of this machine, if the run will use this machine's GPUs."""
+        from verl_tim.launch.checks.machine import joins_a_cluster
+
+        if self.machine is None or self.on_cpu or joins_a_cluster(self.config):
+            return None
+        return min(self.machine.gpus, key=lambda gpu: gpu.memory, default=None)
