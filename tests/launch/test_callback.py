@@ -16,9 +16,9 @@ from verl_tim.launch.compose import hydra_for, split_recipe
 @pytest.fixture
 def config_of(model_folder, tmp_path):
     """As Hydra hands it to a callback: composed, with its own node, read-only where Hydra has it so."""
+    recipe, _ = split_recipe([])
 
     def make(*overrides):
-        recipe, _ = split_recipe([])
         common = [
             f"actor_rollout_ref.model.path={model_folder}",
             f"tim.cache_dir={tmp_path}/cache",
@@ -26,10 +26,10 @@ def config_of(model_folder, tmp_path):
             "tim.task.train_size=32",
             "tim.task.val_size=4",
         ]
-        with hydra_for(recipe):
-            return compose(recipe.config_name, overrides=[*common, *overrides], return_hydra_config=True)
+        return compose(recipe.config_name, overrides=[*common, *overrides], return_hydra_config=True)
 
-    return make
+    with hydra_for(recipe):
+        yield make
 
 
 def test_config_is_ready_and_stored(config_of, tmp_path):

@@ -55,6 +55,35 @@ def test_places(resolved, tmp_path):
     assert list(made.check_places(resolved())) == []
 
 
+def test_every_folder_that_the_run_writes_to_is_tried(resolved):
+    config = resolved(
+        "trainer.save_freq=1",
+        "trainer.default_local_dir=/proc/checkpoints",
+        "tim.dump={every: 1, dir: /sys/dumps}",
+        "trainer.rollout_data_dir=/proc/rollouts",
+    )
+    # one finding per place, whatever the number of folders in it
+    assert [finding.key for finding in made.check_places(config)] == ["trainer.default_local_dir", "tim.dump.dir"]
+    config.trainer.save_freq = -1
+    config.tim.dump.every = 0
+    assert [finding.key for finding in made.check_places(config)] == ["trainer.rollout_data_dir"]
+
+
+def test_a_folder_on_a_full_disk(resolved, monkeypatch, tmp_path):
+    """Permissions say nothing about it, so a file is made, and gone again."""
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    config = resolved()
+    assert list(made.check_places(config)) == []
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(made.tempfile, "TemporaryFile", full)
+    (finding,) = made.check_places(config)
+    assert finding.key == "tim.run_dir"
+    assert "No space left" in finding.problem
+
+
 def test_a_folder_that_fails_all_the_same(resolved, monkeypatch):
     config = resolved()
 

@@ -41,6 +41,7 @@ def test_nothing_that_is_shipped_is_refused(resolved):
         ("trainer.n_gpus_per_node=0", "trainer.n_gpus_per_node", "0"),
         ("ray_kwargs.ray_init.num_cpus=many", "ray_kwargs.ray_init.num_cpus", "many"),
         ("data.train_batch_size=0", "data.train_batch_size", "0"),
+        ("actor_rollout_ref.actor.ppo_mini_batch_size=null", "actor_rollout_ref.actor.ppo_mini_batch_size", "null"),
         ("actor_rollout_ref.rollout.n=1.5", "actor_rollout_ref.rollout.n", "1.5"),
         (
             "actor_rollout_ref.rollout.tensor_model_parallel_size=two",

@@ -73,7 +73,7 @@ def test_files_that_are_no_data_are_named(tmp_path):
     with pytest.raises(InputError, match="is a folder"):
         check_dataset(tmp_path)
     (tmp_path / "bad.parquet").write_bytes(b"not parquet at all")
-    with pytest.raises(InputError, match="not a readable parquet file"):
+    with pytest.raises(InputError, match="torn, or no parquet file"):
         check_dataset(tmp_path / "bad.parquet")
     (tmp_path / "rows.csv").write_text("prompt\n1")
     with pytest.raises(InputError, match=r"neither \.parquet nor"):

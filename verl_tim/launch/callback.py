@@ -22,12 +22,16 @@ class Launch(Callback):
     """
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
+        from verl_tim.launch import underscores
         from verl_tim.launch.run_folder import claim
         from verl_tim.launch.start import make_ready
 
         # Hydra's own node has values that are missing until a job runs; everything else is the run's config
         run = OmegaConf.masked_copy(config, [str(key) for key in config if key != "hydra"])
         try:
+            written = list(underscores.find(config.hydra))
+            if written:
+                raise LaunchError(written)
             make_ready(run)
             claim(run)
             with read_write(config), open_dict(config):

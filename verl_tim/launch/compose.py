@@ -53,14 +53,14 @@ def hydra_for(recipe: Recipe) -> Iterator[None]:
         GlobalHydra.instance().hydra = previous
 
 
-def compose_config(recipe: Recipe, overrides: Sequence[str]) -> DictConfig:
-    """The recipe's config with the overrides applied, interpolations unresolved, without Hydra's own node.
+def compose_config(recipe: Recipe, overrides: Sequence[str], *, with_hydra: bool = False) -> DictConfig:
+    """The recipe's config with the overrides applied, interpolations unresolved, by default without Hydra's own node.
 
     Call it within `hydra_for(recipe)`. Raises LaunchError for an unknown key, group or option (with the nearest known
     one) and for a word that Hydra cannot parse.
     """
     try:
-        return compose(recipe.config_name, overrides=list(overrides))
+        return compose(recipe.config_name, overrides=list(overrides), return_hydra_config=with_hydra)
     except OverrideParseException as error:
         raise LaunchError.of(
             error.override,
@@ -70,7 +70,7 @@ def compose_config(recipe: Recipe, overrides: Sequence[str]) -> DictConfig:
     except MissingConfigException as error:
         raise LaunchError.of(*_explain_missing(error)) from error
     except ConfigCompositionException as error:
-        raise LaunchError.of(*_explain_unknown_key(recipe, error)) from error
+        raise LaunchError.of(*_explain_unknown_key(recipe, overrides, error)) from error
     except ValueError as error:
         # Hydra's answer to a group that is given a number (trainer=5); it does not say which
         raise LaunchError.of(*_explain_group_value(overrides, error)) from error
@@ -95,12 +95,15 @@ def _explain_missing(error: MissingConfigException) -> tuple[str, str, str]:
     return group, f"has no option {option!r}", closest(option, options) + f"known: {', '.join(options)}"
 
 
-def _explain_unknown_key(recipe: Recipe, error: ConfigCompositionException) -> tuple[str, str, str]:
+def _explain_unknown_key(
+    recipe: Recipe, overrides: Sequence[str], error: ConfigCompositionException
+) -> tuple[str, str, str]:
     first_line, *more = str(error).splitlines()
     if not first_line.startswith("Could not override"):
         return "config", first_line, " ".join(more) or "see the recipe's README for what can be set"
     key = first_line.split("'")[1]
-    known = sorted({*group_options(), *flat_keys(compose(recipe.config_name))})
+    of_hydra = [word for word in overrides if word.startswith("hydra.")]  # such as where to search
+    known = sorted({*group_options(), *flat_keys(compose(recipe.config_name, overrides=of_hydra))})
     near = _nearest_keys(key, known)
     remedy = f"did you mean {' or '.join(near)}? " if near else ""
     return key, "is not a key of the config", remedy + f"To add a key that verl or a library reads, write +{key}=..."

@@ -11,12 +11,15 @@ from verl_tim.launch.errors import LaunchError
 
 
 def absolute_paths(config: DictConfig) -> None:
-    """Fix `tim.run_dir` and `tim.cache_dir` (both may start with ~ or be relative) to absolute paths, in place."""
+    """Fix `tim.run_dir`, `tim.cache_dir` and `tim.gate.baseline` (relative or with ~) to absolute paths, in place."""
     for name in ("run_dir", "cache_dir"):
         value = config.tim[name]
         if not value or not isinstance(value, str):
             raise LaunchError.of(f"tim.{name}", f"is {value!r}", f"give a folder: tim.{name}=FOLDER")
         config.tim[name] = str(Path(value).expanduser().absolute())
+    baseline = OmegaConf.select(config, "tim.gate.baseline")
+    if isinstance(baseline, str):  # what else it may be, the start-up checks say
+        config.tim.gate.baseline = str(Path(baseline).expanduser().absolute())
 
 
 def make_missing(config: DictConfig, *, progress: bool = True) -> None:

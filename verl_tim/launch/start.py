@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 
-from verl_tim.launch import prepare
+from verl_tim.launch import prepare, underscores
 from verl_tim.launch.checks import all_findings, keys, values
 from verl_tim.launch.compose import compose_config, hydra_for, split_recipe
-from verl_tim.launch.errors import LaunchError
+from verl_tim.launch.errors import Finding, LaunchError
 from verl_tim.launch.run_folder import KEY as FOLDER_KEY
 
 
 def composed(overrides: Sequence[str]) -> DictConfig:
     """The config that `recipe=NAME KEY=VALUE ...` describes, paths absolute, interpolations left in it.
 
-    Raises LaunchError for words, keys and options that do not exist.
+    Raises LaunchError for words, keys and options that do not exist, and for a band that YAML took for a number.
     """
     recipe, rest = split_recipe(overrides)
     with hydra_for(recipe):
-        config = compose_config(recipe, rest)
+        config = compose_config(recipe, rest, with_hydra=True)
+        _refuse(underscores.find(config.hydra))
+    with open_dict(config):
+        del config["hydra"]
     _check_structure(config)
     prepare.absolute_paths(config)
     return config
@@ -67,12 +70,14 @@ def _check_plugin() -> None:
 
 
 def _check_structure(config: DictConfig) -> None:
-    findings = list(values.check_structure(config))
-    if findings:
-        raise LaunchError(findings)
+    _refuse(values.check_structure(config))
 
 
 def _check(config: DictConfig, folder_is_free: bool) -> None:
-    findings = [finding for finding in all_findings(config) if folder_is_free or finding.key != FOLDER_KEY]
-    if findings:
-        raise LaunchError(findings)
+    _refuse(finding for finding in all_findings(config) if folder_is_free or finding.key != FOLDER_KEY)
+
+
+def _refuse(findings: Iterable[Finding]) -> None:
+    found = list(findings)
+    if found:
+        raise LaunchError(found)

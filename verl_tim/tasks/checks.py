@@ -1,6 +1,6 @@
 """Does a data file hold what verl reads of a row? Each error names the configuration key and the remedy.
 
-Only headers and the first rows are read: fractions of a second.
+A parquet file is read once, for only that shows a torn one; of the rows only the first are looked at.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -63,13 +64,12 @@ def check_dataset(
 
 def _read_head(file: Path, key: str) -> tuple[list[dict[str, Any]], list[str], int]:
     if file.suffix == ".parquet":
+        status = file.stat()
         try:
-            with pq.ParquetFile(file) as parquet:
-                batch = next(parquet.iter_batches(batch_size=_ROWS_LOOKED_AT), None)
-                rows = batch.to_pylist() if batch is not None else []
-                return rows, parquet.schema_arrow.names, parquet.metadata.num_rows
-        except (pa.ArrowInvalid, OSError) as error:
-            raise InputError(f"{key}: {file} is not a readable parquet file: {error}") from error
+            return _read_parquet(file, status.st_size, status.st_mtime_ns)
+        # UnicodeDecodeError: a text that is not UTF-8, met when rows become Python objects
+        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+            raise InputError(f"{key}: {file} is torn, or no parquet file: {_first_line(error)}") from error
     if file.suffix in (".json", ".jsonl"):
         try:
             with file.open(encoding="utf-8") as stream:
@@ -82,6 +82,17 @@ def _read_head(file: Path, key: str) -> tuple[list[dict[str, Any]], list[str], i
             count = sum(1 for line in stream if line.strip())
         return rows, sorted({name for row in rows for name in row}), count
     raise InputError(f"{key}: {file} is neither .parquet nor .json nor .jsonl, which is what verl reads")
+
+
+@lru_cache(maxsize=32)
+def _read_parquet(file: Path, size: int, modified: int) -> tuple[list[dict[str, Any]], list[str], int]:
+    """First rows, columns, number of rows; reads the whole file. Size and time of change are there for the cache."""
+    rows: list[dict[str, Any]] = []
+    with pq.ParquetFile(file, page_checksum_verification=True) as parquet:
+        for batch in parquet.iter_batches():
+            if len(rows) < _ROWS_LOOKED_AT:
+                rows += batch.slice(0, _ROWS_LOOKED_AT - len(rows)).to_pylist()
+        return rows, parquet.schema_arrow.names, parquet.metadata.num_rows
 
 
 def _check_row(
@@ -110,6 +121,10 @@ def _is_chat(prompt: Any) -> bool:
     if not isinstance(prompt, Sequence) or isinstance(prompt, str) or len(prompt) == 0:
         return False
     return all(isinstance(item, Mapping) and item.get("role") and item.get("content") is not None for item in prompt)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).split("\n", 1)[0]
 
 
 def _short(value: Any) -> str:

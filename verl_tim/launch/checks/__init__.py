@@ -6,36 +6,47 @@ seconds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_tim.launch.checks import data, keys, machine, made, model, values, verl_config
+from verl_tim.launch.checks import correction, data, keys, machine, made, model, reward, values, verl_config
 from verl_tim.launch.errors import Finding
 from verl_tim.launch.run_folder import check_free
 
 
 @dataclass(frozen=True)
 class Check:
-    """One row of `verl-tim doctor`."""
+    """One row of `verl-tim doctor`.
+
+    Attributes:
+        name, looks_at: for the row.
+        run: yields the findings.
+        of_tim: it reads the `tim:` group, which a plain verl config does not have.
+        of_machine: it looks at this machine, and not only at the config.
+    """
 
     name: str
     looks_at: str
     run: Callable[[DictConfig], Iterable[Finding]]
+    of_tim: bool = False
+    of_machine: bool = False
 
 
 CHECKS: tuple[Check, ...] = (
     Check("keys", "every key of tim: is known, nothing is left unset", keys.check),
     Check("values", "types, ranges, choices", values.check),
-    Check("run folder", "tim.run_dir is free", check_free),
-    Check("folders", "run folder and cache can be written to", made.check_places),
-    Check("to be made", "settings of tim.task and tim.model", made.check_settings),
-    Check("machine", "GPUs where the config asks for them", machine.check),
-    Check("packages", "what rollout and trackers import", machine.check_packages),
+    Check("correction", "algorithm.rollout_correction: keys, values, combinations", correction.check),
+    Check("run folder", "tim.run_dir is free", check_free, of_tim=True),
+    Check("folders", "run folder and cache can be written to", made.check_places, of_tim=True, of_machine=True),
+    Check("to be made", "settings of tim.task and tim.model", made.check_settings, of_tim=True),
+    Check("machine", "GPUs where the config asks for them", machine.check, of_machine=True),
+    Check("packages", "what rollout and trackers import", machine.check_packages, of_machine=True),
     Check("model", "config, weights and architecture", model.check_model),
     Check("tokenizer", "what verl needs of it", model.check_tokenizer),
     Check("data", "files, columns, rows", data.check_files),
+    Check("reward", "a reward function of your own loads", reward.check),
     Check("lengths", "prompts and answers fit the context", data.check_lengths),
     Check(
         "rollout and trainer",
@@ -45,8 +56,11 @@ CHECKS: tuple[Check, ...] = (
     Check("verl", "verl's own validation of the config", verl_config.check_verl),
 )
 
+# The other checks compute with what these look at, so a finding of theirs ends the list.
+_OTHERS_COMPUTE_WITH = (values.check, correction.check)
 
-def run_checks(config: DictConfig) -> list[tuple[Check, list[Finding]]]:
+
+def run_checks(config: DictConfig, checks: Sequence[Check] = CHECKS) -> list[tuple[Check, list[Finding]]]:
     """Every check and what it found.
 
     Where data or model are still to be made (null), only the check of the keys speaks about them. Values that cannot be
@@ -54,11 +68,11 @@ def run_checks(config: DictConfig) -> list[tuple[Check, list[Finding]]]:
     """
     null = {key for key in keys.MADE_FROM if OmegaConf.select(config, key, throw_on_missing=False) is None}
     results: list[tuple[Check, list[Finding]]] = []
-    for check in CHECKS:
+    for check in checks:
         found = [found for found in check.run(config) if found.key not in null or check.run is keys.check]
         results.append((check, found))
-        if check.run is values.check and found:
-            break  # the others compute with these values
+        if check.run in _OTHERS_COMPUTE_WITH and found:
+            break
     return results
 
 

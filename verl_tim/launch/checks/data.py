@@ -8,7 +8,7 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from verl_tim.launch.checks import model
+from verl_tim.launch.checks import chat, model
 from verl_tim.launch.errors import Finding
 
 # Prompts whose length is looked at, spread over the file: tokenising all of a large data set takes minutes.
@@ -68,32 +68,63 @@ def check_lengths(config: DictConfig) -> Iterator[Finding]:
             "leave it null, or raise it",
         )
     tokenizer_path = str(settings.tokenizer_path or settings.path)
-    if config.data.filter_overlong_prompts or model.load_error(tokenizer_path, "tokenizer", settings.trust_remote_code):
+    if model.load_error(tokenizer_path, "tokenizer", settings.trust_remote_code):
         return
     tokenizer = model.load(tokenizer_path, "tokenizer", settings.trust_remote_code)
-    if not (tokenizer.chat_template or settings.custom_chat_template) or any(check_files(config)):
+    unusable = not (tokenizer.chat_template or settings.custom_chat_template) or chat.problem(tokenizer, config)
+    if unusable or any(check_files(config)):
         return  # said by the checks of these
     yield from _check_prompts(config, tokenizer)
 
 
 def _check_prompts(config: DictConfig, tokenizer: Any) -> Iterator[Finding]:
     limit = config.data.max_prompt_length
-    options: Any = OmegaConf.to_container(config.data.apply_chat_template_kwargs)
-    if config.actor_rollout_ref.model.custom_chat_template:
-        options["chat_template"] = config.actor_rollout_ref.model.custom_chat_template
-    for _, files in _files(config):
-        for file in files:
-            prompts = _prompts(file, config.data.prompt_key)
-            longest = 0
-            for prompt in prompts[:: max(1, len(prompts) // _PROMPTS_MEASURED)]:
-                text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False, **options)
-                longest = max(longest, len(tokenizer(text, add_special_tokens=False)["input_ids"]))
-            if longest > limit:
-                yield Finding(
-                    "data.max_prompt_length",
-                    f"is {limit}, and {file} holds a prompt of {longest} tokens",
-                    f"set data.max_prompt_length={longest}, or data.filter_overlong_prompts=true to drop such rows",
-                )
+    for key, files in _files(config):
+        lengths: list[int] = []
+        rows = 0
+        try:
+            for file in files:
+                prompts = _prompts(file, config.data.prompt_key)
+                rows += len(prompts)
+                looked_at = prompts[:: max(1, len(prompts) // _PROMPTS_MEASURED)]
+                lengths += (_length(tokenizer, prompt, config) for prompt in looked_at)
+        except chat.TemplateError as error:
+            yield Finding(key, f"{file} holds a prompt that the chat template refuses ({error})", "correct the prompts")
+            continue
+        if not lengths or max(lengths) <= limit:
+            continue
+        if not config.data.filter_overlong_prompts:
+            yield Finding(
+                "data.max_prompt_length",
+                f"is {limit}, and {key} holds a prompt of {max(lengths)} tokens",
+                f"set data.max_prompt_length={max(lengths)}, or data.filter_overlong_prompts=true to drop such rows",
+            )
+        else:
+            yield from _check_what_is_left(config, key, lengths, rows)
+
+
+def _check_what_is_left(config: DictConfig, key: str, lengths: list[int], rows: int) -> Iterator[Finding]:
+    """`data.filter_overlong_prompts` must leave a batch; of a large file only a part is looked at."""
+    limit = config.data.max_prompt_length
+    left = sum(length <= limit for length in lengths)
+    if left == 0:
+        yield Finding(
+            "data.max_prompt_length",
+            f"is {limit}, and all {len(lengths)} prompts of {key} that were looked at are longer (the shortest has "
+            f"{min(lengths)} tokens): data.filter_overlong_prompts would leave nothing",
+            f"set data.max_prompt_length={max(lengths)} for all of them",
+        )
+    elif key == "data.train_files" and len(lengths) == rows and left < config.data.train_batch_size:
+        yield Finding(
+            "data.train_batch_size",
+            f"is {config.data.train_batch_size}, and data.filter_overlong_prompts leaves {left} of {rows} rows",
+            f"lower it, or raise data.max_prompt_length (the longest prompt has {max(lengths)} tokens)",
+        )
+
+
+def _length(tokenizer: Any, prompt: Any, config: DictConfig) -> int:
+    text = chat.render(tokenizer, prompt, config)
+    return len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def _files(config: DictConfig) -> Iterator[tuple[str, list[str]]]:

@@ -34,7 +34,8 @@ _HOW_TO_SET = {
 def check(config: DictConfig) -> Iterator[Finding]:
     """Unknown keys under `tim`, mandatory values (`???`) that are missing, data or model that nobody gives or makes."""
     known = sorted(known_tim_keys())
-    for key in sorted(_walk(OmegaConf.to_container(config.tim, resolve=False), "tim")):
+    given = OmegaConf.to_container(config.tim, resolve=False) if config.get("tim") is not None else {}
+    for key in sorted(_walk(given, "tim")):
         if key not in known and not key.startswith(tuple(f"{free}." for free in _FREE)):
             yield Finding(
                 key, "is not a key of verl_tim", closest(key, known) + "known: " + ", ".join(_siblings(key, known))

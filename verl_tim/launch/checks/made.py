@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,14 +30,42 @@ def check_settings(config: DictConfig) -> Iterator[Finding]:
 
 def check_places(config: DictConfig) -> Iterator[Finding]:
     """Folders that cannot be made or written to."""
-    for key in ("tim.run_dir", "tim.cache_dir"):
-        folder = Path(OmegaConf.select(config, key))
+    refused: list[Path] = []
+    for key, folder in _places(config):
         # the part of the path that is there already
         there = next(place for place in (folder, *folder.parents) if place.exists() or place.is_symlink())
+        if any(there == place or place in there.parents for place in refused):
+            continue  # said for the folder that holds this one
         if not there.is_dir():
             yield Finding(key, f"{folder} cannot be a folder: {there} is none", f"give a folder: {key}=FOLDER")
-        elif not os.access(there, os.W_OK | os.X_OK) or os.statvfs(there).f_flag & os.ST_RDONLY or _is_kernel(there):
-            yield Finding(key, f"{there} cannot be written to", f"give a folder of yours: {key}=FOLDER")
+        elif problem := _not_writable(there):
+            yield Finding(key, f"{there} cannot be written to ({problem})", f"give a folder of yours: {key}=FOLDER")
+        else:
+            continue
+        refused.append(there)
+
+
+def _places(config: DictConfig) -> Iterator[tuple[str, Path]]:
+    """The folders that this run will write to, by the key that names each."""
+    keys = ["tim.run_dir", "tim.cache_dir"]
+    if config.trainer.save_freq > 0:
+        keys.append("trainer.default_local_dir")
+    if OmegaConf.select(config, "tim.dump.every"):
+        keys.append("tim.dump.dir")
+    keys += ["trainer.rollout_data_dir", "trainer.validation_data_dir"]
+    for key in keys:
+        folder = OmegaConf.select(config, key)
+        if folder and "://" not in str(folder):
+            yield key, Path(folder).expanduser().absolute()
+
+
+def _not_writable(folder: Path) -> str:
+    """Why no file can be made in a folder, found by making one: permissions do not tell of quotas, or of /proc."""
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return ""
+    except OSError as error:
+        return error.strerror or str(error)
 
 
 def _of_group(
@@ -59,8 +87,3 @@ def _of_group(
         yield Finding(key, problem if key != group else str(error), f"see configs/{group.removeprefix('tim.')}/")
     except TypeError as error:
         yield Finding(group, str(error), f"see configs/{group.removeprefix('tim.')}/ for the settings")
-
-
-def _is_kernel(folder: Path) -> bool:
-    # the root user may write anywhere, says the system, and then may not
-    return any(str(folder) == root or str(folder).startswith(f"{root}/") for root in ("/proc", "/sys"))

@@ -10,6 +10,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from verl_tim.launch.checks import chat, weights
 from verl_tim.launch.errors import Finding
 
 KEY = "actor_rollout_ref.model.path"
@@ -53,9 +54,28 @@ def check_model(config: DictConfig) -> Iterator[Finding]:
         yield Finding(
             KEY, f"{folder}/config.json names {architectures!r} as architectures, verl needs exactly one", _remedy()
         )
+        return
     if not any(file for pattern in _WEIGHTS for file in folder.glob(pattern)):
         yield Finding(KEY, f"{folder} holds no weights (no *.safetensors)", _remedy())
-    yield from _check_shards(folder)
+        return
+    incomplete = list(_check_shards(folder))
+    yield from incomplete
+    if not incomplete:
+        yield from _check_weights(folder, config.actor_rollout_ref.model.trust_remote_code)
+
+
+def _check_weights(folder: Path, trust_remote_code: bool) -> Iterator[Finding]:
+    torn = list(weights.torn(folder))
+    if torn:
+        yield Finding(KEY, f"{folder} holds torn weight files: {', '.join(torn)}", "repeat the download or export")
+        return
+    misfit = weights.misfit(folder, trust_remote_code=trust_remote_code)
+    if misfit:
+        yield Finding(
+            KEY,
+            f"the weights in {folder} are not of the model in its config.json: {misfit}",
+            "take config.json and weights from one model",
+        )
 
 
 def _check_shards(folder: Path) -> Iterator[Finding]:
@@ -105,8 +125,14 @@ def check_tokenizer(config: DictConfig) -> Iterator[Finding]:
         yield Finding(
             key,
             f"the tokenizer in {path} has no chat template, and verl puts every prompt through one",
-            "set actor_rollout_ref.model.custom_chat_template, or take the instruct model's tokenizer",
+            f"set {chat.TEMPLATE_KEY}, or take the instruct model's tokenizer",
         )
+    elif problem := chat.problem(tokenizer, config):
+        if settings.custom_chat_template:
+            yield Finding(chat.TEMPLATE_KEY, problem, "correct the template, or leave the key null")
+        else:
+            remedy = f"correct it in {path}, or set {chat.TEMPLATE_KEY}"
+            yield Finding(key, f"in {path} {problem}", remedy)
     model_config = (
         load(str(settings.path), "config", settings.trust_remote_code)
         if not load_error(str(settings.path), "config", settings.trust_remote_code)

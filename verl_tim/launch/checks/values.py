@@ -16,12 +16,15 @@ from omegaconf import DictConfig, OmegaConf
 from verl_tim.launch.errors import Finding
 from verl_tim.launch.recipes import closest
 
-# verl's default config, composed and flat, as verl ships it.
+# verl's default configs, composed and flat, as verl ships them: one per kind of training engine.
 _VERL_DEFAULTS = "_generated_ppo_trainer.yaml"
+_VERL_DEFAULTS_OF = {
+    engine: f"_generated_ppo_{engine}_trainer.yaml" for engine in ("megatron", "torchtitan", "veomni")
+}
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
-# Whole numbers of at least 1; null, where verl allows it, means another way to say it.
+# Whole numbers of at least 1; null, where it is verl's own default, means another way to say it.
 _COUNTS = (
     "data.train_batch_size",
     "data.max_prompt_length",
@@ -45,6 +48,9 @@ _COUNTS = (
 )
 _SAMPLING = ("temperature", "top_k", "top_p")
 
+# A threshold may be a number, a band or text: the check of the correction knows.
+_CHECKED_ELSEWHERE = ("algorithm.rollout_correction", f"{_ACTOR}.policy_loss.rollout_correction")
+
 
 def check_structure(config: DictConfig) -> Iterator[Finding]:
     """Groups that were removed or overwritten by a single value, so that nothing else can be looked at."""
@@ -52,24 +58,33 @@ def check_structure(config: DictConfig) -> Iterator[Finding]:
     assert isinstance(plain, dict)
     if not isinstance(plain.get("tim"), dict):
         yield Finding("tim", "is not a group of keys", "leave the group, and set its keys: tim.run_dir=runs/NAME")
-    yield from _check_groups(plain, _defaults(), "")
+    yield from _check_groups(plain, _defaults_of(plain), "")
 
 
 def check(config: DictConfig) -> Iterator[Finding]:
     """Wrong types, numbers out of range, unknown choices. Needs a config without interpolations."""
     plain = OmegaConf.to_container(config, resolve=False)
     assert isinstance(plain, dict)
-    wrong = list(_check_types(plain, _defaults(), ""))
+    wrong = list(_check_types(plain, _defaults_of(plain), ""))
     yield from wrong
     if not wrong:
-        yield from _check_counts(config)
+        yield from _check_counts(config, _defaults_of(plain))
         yield from _check_sampling(config)
         yield from _check_choices(config)
 
 
+def _defaults_of(plain: Mapping[Any, Any]) -> dict[str, Any]:
+    """verl's own values for the training engine that a config chooses."""
+    actor: Any = plain
+    for name in _ACTOR.split("."):
+        actor = actor.get(name) if isinstance(actor, Mapping) else None
+    engine = actor.get("strategy") if isinstance(actor, Mapping) else None
+    return _defaults(_VERL_DEFAULTS_OF.get(str(engine), _VERL_DEFAULTS))
+
+
 @cache
-def _defaults() -> dict[str, Any]:
-    text = resources.files("verl.trainer.config").joinpath(_VERL_DEFAULTS).read_text(encoding="utf-8")
+def _defaults(file: str) -> dict[str, Any]:
+    text = resources.files("verl.trainer.config").joinpath(file).read_text(encoding="utf-8")
     # OmegaConf's loader, since YAML 1.1 reads 1e-6 as text
     plain = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
     assert isinstance(plain, dict)
@@ -88,15 +103,13 @@ def _check_groups(given: Mapping[Any, Any], reference: Mapping[Any, Any], prefix
             yield Finding(key, "was removed, and verl reads this group", f"drop ~{key}")
         # deeper groups may be null, as a rule to turn something off
         elif not isinstance(value, str) and (value is not None or key.count(".") < 2):
-            yield Finding(
-                    key, f"is {value!r}, and verl reads a group of keys here", f"set the keys of {key} singly"
-                )
+            yield Finding(key, f"is {value!r}, and verl reads a group of keys here", f"set the keys of {key} singly")
 
 
 def _check_types(given: Mapping[Any, Any], reference: Mapping[Any, Any], prefix: str) -> Iterator[Finding]:
     for name, default in reference.items():
         key, value = f"{prefix}{name}", given.get(name)
-        if value is None or value == "???":
+        if value is None or value == "???" or (key in _CHECKED_ELSEWHERE and isinstance(value, dict)):
             continue
         if isinstance(default, dict):
             if isinstance(value, dict):
@@ -118,11 +131,14 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _check_counts(config: DictConfig) -> Iterator[Finding]:
+def _check_counts(config: DictConfig, defaults: Mapping[str, Any]) -> Iterator[Finding]:
+    verl = OmegaConf.create(dict(defaults))
     for key in _COUNTS:
         value = OmegaConf.select(config, key, throw_on_missing=False)
-        if value is not None and not (_is_number(value) and value == int(value) and value >= 1):
-            yield Finding(key, f"is {value!r}", "give a whole number of at least 1")
+        if value is None and OmegaConf.select(verl, key) is None:
+            continue
+        if not (_is_number(value) and value == int(value) and value >= 1):
+            yield Finding(key, f"is {'null' if value is None else repr(value)}", "give a whole number of at least 1")
     key = f"{_ACTOR}.optim.lr"
     rate = OmegaConf.select(config, key)
     if not (_is_number(rate) and 0 <= rate < math.inf):
@@ -185,6 +201,5 @@ def _choices() -> dict[str, Callable[[], list[Any]]]:
         "trainer.resume_mode": lambda: ["auto", "disable", "resume_path"],
         "trainer.logger": loggers,
         "algorithm.adv_estimator": estimators,
-        "algorithm.rollout_correction.rollout_is": lambda: [None, "token", "sequence"],
         f"{_ROLLOUT}.name": rollouts,
     }

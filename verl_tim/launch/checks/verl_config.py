@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from omegaconf import DictConfig, OmegaConf
 
 from verl_tim.launch.errors import Finding
+from verl_tim.training.config import uses_verl_tim
 
 # The nodes that verl turns into dataclasses inside its workers, minutes after the start.
 _DATACLASSES = ("actor_rollout_ref.actor", "actor_rollout_ref.rollout")
@@ -40,7 +41,7 @@ def check_verl(config: DictConfig) -> Iterator[Finding]:
         # it warns that grpo needs no critic
         warnings.simplefilter("ignore")
         critic = need_critic(config)
-    if critic:
+    if critic and uses_verl_tim(config):
         yield Finding(
             "algorithm.adv_estimator",
             f"{config.algorithm.adv_estimator} needs a critic, which verl_tim's recipes do not configure",

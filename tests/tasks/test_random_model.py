@@ -1,0 +1,50 @@
+"""Random models in published shapes, shrunk here so that making one takes a moment."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from verl_tim.tasks import random_model
+from verl_tim.tasks.errors import InputError
+
+TINY = {"vocab_size": 300, "head_dim": 16}
+
+
+@pytest.fixture(autouse=True)
+def tiny_shapes(monkeypatch):
+    dense = {**random_model._shape(64, 96, 3, 4, 2, True), **TINY}
+    moe = {**random_model._shape(64, 96, 3, 4, 2, False, moe_intermediate_size=32, **random_model._MOE), **TINY}
+    monkeypatch.setattr(random_model, "SHAPES", {"dense": dense, "moe": {**moe, "num_experts": 8}})
+
+
+@pytest.mark.parametrize("shape", ["dense", "moe"])
+def test_logits_are_peaked_and_the_seed_decides_them(shape):
+    first, again, other = (random_model.random_model(shape, layers=2, seed=seed) for seed in (1, 1, 2))
+    assert len(first.model.layers) == 2
+    token = torch.arange(300)[None]
+    with torch.no_grad():
+        logits = first(token).logits
+        assert torch.equal(again(token).logits, logits)
+        assert not torch.equal(other(token).logits, logits)
+    assert 0.7 * random_model.LOGIT_STD < float(logits.std()) < 1.3 * random_model.LOGIT_STD
+
+
+def test_the_folder_is_a_checkpoint_that_the_contract_covers(tmp_path):
+    from verl_tim.models import load_model_config
+
+    folder = random_model.save_random_model("moe", tmp_path / "moe", layers=1)
+    config = load_model_config(str(folder))
+    assert (config.num_layers, config.hidden_size) == (1, 64)
+    assert config.moe is not None
+    assert config.moe.num_experts == 8
+    with pytest.raises(InputError, match="is not empty"):
+        random_model.save_random_model("moe", folder)
+
+
+@pytest.mark.parametrize(
+    ("shape", "layers", "message"), [("gpt", None, "choose one of dense, moe"), ("dense", 4, "has 3")]
+)
+def test_what_does_not_exist_is_refused(shape, layers, message):
+    with pytest.raises(InputError, match=message):
+        random_model.hf_config(shape, layers=layers)
