@@ -7,7 +7,20 @@ from __future__ import annotations
 
 import typer
 
-from verl_tim.commands import compare, data, doctor, model, quickstart, train, verify
+from verl_tim.commands import (
+    baseline,
+    bench,
+    calibrate,
+    compare,
+    data,
+    doctor,
+    model,
+    probe,
+    quickstart,
+    report,
+    train,
+    verify,
+)
 
 app = typer.Typer(
     name="verl-tim",
@@ -19,8 +32,10 @@ app = typer.Typer(
 )
 
 # How the help lists them.
-for module in (quickstart, train, verify, compare, doctor, data, model):
+for module in (quickstart, train, verify, probe, baseline, compare, report, calibrate, doctor, data, model):
     app.command(module.NAME, help=module.HELP, no_args_is_help=module.NEEDS_ARGUMENTS)(module.command)
+
+app.add_typer(bench.app, name=bench.NAME, help=bench.HELP)
 
 
 def main() -> None:

@@ -3,50 +3,94 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from verl_tim.commands.output import bad_input, print_json, stderr, stdout
 
 if TYPE_CHECKING:
-    from verl_tim.diagnosis.compare import Comparison
+    from verl_tim.diagnosis.compare import Comparison, Options
 
 NAME = "compare"
-HELP = "Set runs side by side: what differs besides the rollout, reward, mismatch, speed; page with plots and JSON."
+HELP = (
+    "Set runs side by side against the zero-mismatch one: what differs besides the rollout, which signal leaves the "
+    "baseline's band first, reward, mismatch, speed; page with plots and JSON.\n\n"
+    "A RUN is a run folder, a folder of TensorBoard events, a folder of a wandb offline run, or a metrics.jsonl."
+)
 NEEDS_ARGUMENTS = True
 
 
 def command(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Runs to compare.")],
     name: Annotated[
         list[str] | None,
         typer.Option(help="What to call a run, in the order of the folders; default: the folder's name."),
     ] = None,
+    baseline: Annotated[
+        str | None, typer.Option(help="Run or group to hold the others against; default: the first with vexact.")
+    ] = None,
+    group: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="LABEL=PATTERN",
+            help="Runs whose name matches the pattern are one setting: mean and band. "
+            "Default: runs that are equal but for the seed.",
+        ),
+    ] = None,
+    by_seed: Annotated[bool, typer.Option(help="Group runs that are equal but for the seed.")] = True,
+    smooth: Annotated[
+        str, typer.Option(metavar="FORM", help="off, ema:WEIGHT or rolling:STEPS; drawn over the faint values.")
+    ] = "off",
+    band_z: Annotated[float, typer.Option(help="Half-width of the baseline's band in standard deviations.")] = 3.0,
+    band_window: Annotated[int, typer.Option(help="Steps that the band's standard deviation is taken over.")] = 21,
+    band_steps: Annotated[int, typer.Option(help="Logged steps in a row outside the band that count.")] = 3,
     out: Annotated[Path, typer.Option(help="Folder for compare.html and compare.json.")] = Path("."),
+    png: Annotated[bool, typer.Option("--png", help="Write compare.png too.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the JSON instead of the table.")] = False,
 ) -> None:
     """Compare."""
     with bad_input():
-        comparison = compare_runs(runs, name)
-    json_path, html_path = comparison.write(out)
+        options = _options(
+            baseline=baseline,
+            groups=tuple(group or ()),
+            by_seed=by_seed,
+            smooth=smooth,
+            band={"z": band_z, "window": band_window, "consecutive": band_steps},
+        )
+        comparison = compare_runs(runs, name, options)
+    paths = comparison.write(out, png=png)
     if as_json:
         print_json(comparison.to_dict())
     else:
         stdout().print(comparison.table())
-    stderr().print(f"page: {html_path.absolute()}\nJSON: {json_path.absolute()}", soft_wrap=True)
+    for title, path in zip(("JSON", "page", "picture"), paths, strict=False):
+        stderr().print(f"{title}: {path.absolute()}", soft_wrap=True)
 
 
-def compare_runs(runs: list[Path], names: list[str] | None = None) -> Comparison:
-    """The comparison; LaunchError for folders that hold no run, or names that do not fit."""
+def compare_runs(runs: list[Path], names: list[str] | None = None, options: Options | None = None) -> Comparison:
+    """The comparison; LaunchError for folders that hold no run, or names, groups or a baseline that do not fit."""
     from verl_tim.diagnosis.compare import compare
     from verl_tim.diagnosis.manifest import ManifestError
-    from verl_tim.diagnosis.run_folder import RunFolderError
+    from verl_tim.diagnosis.metric_log import RunFolderError
     from verl_tim.launch.errors import LaunchError
 
     try:
-        return compare(runs, names)
+        return compare(runs, names, options)
     except (RunFolderError, ManifestError) as error:
         raise LaunchError.of("RUN", str(error), "give run folders: what tim.run_dir named when they ran") from error
     except ValueError as error:
         raise LaunchError.of("RUN", str(error), "see verl-tim compare --help") from error
+
+
+def _options(*, smooth: str, band: dict[str, Any], **more: Any) -> Options:
+    from verl_tim.diagnosis.compare import Options
+    from verl_tim.diagnosis.early_warning import BandRule
+    from verl_tim.diagnosis.smoothing import Smoothing
+    from verl_tim.launch.errors import LaunchError
+
+    try:
+        return Options(smoothing=Smoothing.parse(smooth), band=BandRule(**band), **more)
+    except ValueError as error:
+        key = "--smooth" if "smoothing" in str(error) else "--band-*"
+        raise LaunchError.of(key, str(error), "see verl-tim compare --help") from error

@@ -1,71 +1,92 @@
-"""`verl-tim doctor`: every start-up check of a run, without starting it."""
+"""`verl-tim doctor`: everything in a config and on a machine that breaks exactness, a correction, or the run."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from verl_tim.commands.output import bad_input, print_json, report, stdout, table
+from verl_tim.commands.output import bad_input, print_json, stderr, stdout, table
+
+if TYPE_CHECKING:
+    from verl_tim.doctor.examine import Report
+    from verl_tim.doctor.source import Source
 
 NAME = "doctor"
-HELP = "Check whether a run can start, and list every key that keeps it from it."
+HELP = (
+    "List every setting that breaks zero mismatch, silently disables a correction, or will hang.\n\n"
+    "[dim]verl-tim doctor recipe=cpu_grpo rollout=stock\n\n"
+    "verl-tim doctor runs/NAME\n\n"
+    "verl-tim doctor any_verl_config.yaml actor_rollout_ref.rollout.n=8[/]\n\n"
+    "Exit code: 0 no error, 1 at least one error, 2 the config cannot be read. docs/doctor.md lists the rules."
+)
 NEEDS_ARGUMENTS = False
 
-# Checks of things that are made at the start, where the config leaves them to this package.
-_OF_MODEL = ("model", "tokenizer")
-_OF_DATA = ("data",)
+_COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}
 
 
 def command(
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[recipe=NAME] [KEY=VALUE]...", help="As for train.")
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[FILE.yaml | RUN_FOLDER | recipe=NAME] [KEY=VALUE]...", help="A config of verl's, then overrides."
+        ),
     ] = None,
+    config_path: Annotated[
+        str | None, typer.Option("--config-path", help="Folder or pkg:// of a primary config, as for main_ppo.")
+    ] = None,
+    config_name: Annotated[str | None, typer.Option("--config-name", help="Its name, as for main_ppo.")] = None,
+    machine: Annotated[bool, typer.Option(help="Look at this machine too; the run will be here.")] = True,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="What breaks exactness is an error, also where a mismatch was chosen.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Run the checks."""
-    from verl_tim.launch import prepare
-    from verl_tim.launch.checks import one_per_key, run_checks
-    from verl_tim.launch.start import composed
+    """Examine a config."""
+    from verl_tim.doctor.examine import examine
+    from verl_tim.doctor.machine import Machine
+    from verl_tim.doctor.source import read
+    from verl_tim.doctor.view import View
 
     with bad_input():
-        config = composed(overrides or [])
-        prepare.resolve(config)
-    made_at_start: set[str] = set()
-    if config.actor_rollout_ref.model.path is None:
-        made_at_start.update(_OF_MODEL)
-    if config.data.train_files is None or config.data.val_files is None:
-        made_at_start.update(_OF_DATA)
-    results = [
-        # of two files one may be given, and be wrong
-        (check, None if check.name in made_at_start and not found else found)
-        for check, found in run_checks(config)
-    ]
-    findings = one_per_key(finding for _, found in results for finding in found or [])
+        source = read(words or [], config_path=config_path, config_name=config_name)
+    view = View(source.config, Machine.here() if machine else None, source.underscore_numbers)
+    result = examine(view, exact=exact, folder_is_free=not source.is_a_run)
+    correction = view.correction
     if as_json:
         print_json(
             {
-                "ok": not findings,
+                "ok": not result.errors,
+                "source": source.name,
+                "counts": result.counts,
+                "violations": [violation.to_mapping() for violation in result.violations],
                 "checks": [
-                    {"name": check.name, "state": _state(found), "findings": [vars(finding) for finding in found or []]}
-                    for check, found in results
+                    {"name": row.check.name, "state": row.state, "findings": [vars(one) for one in row.findings]}
+                    for row in result.checks
                 ],
+                "correction": correction.to_mapping() if correction is not None else None,
+                "notes": [one.to_mapping() for one in result.violations if one.level.value == "note"],
             }
         )
     else:
-        colours = {"ok": "green", "fails": "red", "made at start": "dim"}
-        rows = [
-            (check.name, check.looks_at, f"[{colours[_state(found)]}]{_state(found)}[/]") for check, found in results
-        ]
-        table("Start-up checks", ("check", "looks at", "state"), rows)
-        report(findings)
-        if not findings:
-            stdout().print("This run can start.")
-    if findings:
+        _show(source, result, correction.describe() if correction is not None else "")
+    if result.errors:
         raise typer.Exit(1)
 
 
-def _state(found: list | None) -> str:
-    if found is None:
-        return "made at start"
-    return "fails" if found else "ok"
+def _show(source: Source, result: Report, correction: str) -> None:
+    from rich.text import Text
+
+    colours = {"ok": "green", "fails": "red", "made at start": "dim", "not looked at": "yellow"}
+    rows = [(row.check.name, row.check.looks_at, f"[{colours[row.state]}]{row.state}[/]") for row in result.checks]
+    table(f"Start-up checks of {source.name}", ("check", "looks at", "state"), rows)
+    if correction:
+        stdout().print(correction, markup=False, soft_wrap=True)
+    console = stderr()
+    for one in result.violations:
+        head = f"{one.level.value}, {one.severity.value}" if one.level.value != "note" else "note"
+        console.print(Text.assemble((f"{one.key}: ", f"bold {_COLOURS[one.level.value]}"), one.problem))
+        console.print(Text(f"  {one.rule} ({head}): {one.why}", style="dim"))
+        console.print(Text.assemble(("  -> ", "bold"), one.remedy))
+    counts = ", ".join(f"{number} {level}{'s' * (number != 1)}" for level, number in result.counts.items())
+    stdout().print(counts if result.violations else "Nothing found: this run can start.")

@@ -54,11 +54,11 @@ def bad_input() -> Iterator[None]:
         raise typer.Exit(BAD_INPUT) from None
 
 
-def report(findings: Sequence[Any]) -> None:
+def report(findings: Sequence[Any], *, colour: str = "red") -> None:
     """Findings on stderr, key first."""
     from rich.text import Text
 
     console = stderr()
     for finding in findings:
-        console.print(Text.assemble((f"{finding.key}: ", "bold red"), finding.problem))
+        console.print(Text.assemble((f"{finding.key}: ", f"bold {colour}"), finding.problem))
         console.print(Text.assemble(("  -> ", "bold"), finding.remedy))

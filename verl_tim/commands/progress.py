@@ -1,4 +1,4 @@
-"""One live line per run on a terminal, one printed line per step elsewhere."""
+"""What shows that a command is at work: a line per run or per step, a bar."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from verl_tim.commands.headline import MISMATCH, REWARD, STEP_TIME, number, validation_of
+from verl_tim.commands.output import stderr
 from verl_tim.launch.process import Step
 
 
@@ -62,3 +63,10 @@ class RunProgress:
         self._live.update(self._task, completed=step.number, state=state)
         if not self._console.is_terminal:
             self._console.print(f"{self._label}: step {step.number}/{self._total or '?'}  {state}", soft_wrap=True)
+
+
+def counting_bar() -> Progress:
+    """A bar of things done out of a total, on stderr while it is entered; nothing where stderr is no terminal."""
+    console = stderr()
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)

@@ -30,11 +30,13 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> None:
     """Train."""
+    from verl_tim.launch.checks import correction
     from verl_tim.launch.start import ready
 
     with bad_input():
         stderr().print("[dim]composing and checking[/]")
         config = ready(overrides or [])
+    stderr().print(correction.resolved(config).describe(), style="dim", markup=False, soft_wrap=True)
     if dry_run:
         from omegaconf import OmegaConf
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import tempfile
 import time
-import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,9 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from verl_tim.commands.output import bad_input, print_json, stderr, stdout
+from verl_tim.commands.quiet import quiet_libraries
 
 if TYPE_CHECKING:
     from verl_tim.diagnosis.gate import LadderResult
+
+Fault = Callable[[], contextlib.AbstractContextManager[None]]
 
 NAME = "verify"
 HELP = (
@@ -56,7 +57,9 @@ def command(
     ] = None,
     dtype: Annotated[
         list[str] | None,
-        typer.Option(help="Compute dtype of both sides: bfloat16, float32; default: the run's, else both."),
+        typer.Option(
+            help="Compute dtype of both sides: bfloat16, float32; default: the run's, else all that the machine can."
+        ),
     ] = None,
     requests: Annotated[int, typer.Option(min=4, help="Requests per scenario.")] = 24,
     tokens: Annotated[int, typer.Option(min=4, help="Most response tokens per request.")] = 32,
@@ -64,15 +67,67 @@ def command(
     plant: Annotated[
         str | None,
         typer.Option(
-            help="Plant an error that the gate must catch: one_ulp, stock_kernel, wrong_temperature, skipped_update."
+            help="Plant an error that the gate must catch: one_ulp, stock_kernel, wrong_temperature, skipped_update; "
+            "with --ladder one per rung: kept_generator, batch_dependent_kernel, stock_activation, "
+            "rerouted_recomputation, sorted_experts, stale_kv."
         ),
     ] = None,
+    ladder: Annotated[
+        bool,
+        typer.Option(
+            "--ladder",
+            help="Six rungs instead of the gate: reproducible, batch-invariant, aligned, MoE training, MoE rollout, "
+            "asynchronous; stops at the first that fails.",
+        ),
+    ] = False,
+    layers: Annotated[
+        bool,
+        typer.Option("--layers", help="Lay the two sides' forwards side by side, op by op; page and JSON in --out."),
+    ] = False,
+    trainer: Annotated[
+        str, typer.Option(help="With --layers: contract, or stock for verl's own forward.")
+    ] = "contract",
+    dump: Annotated[
+        Path | None,
+        typer.Option(
+            help="With --ladder or --layers: another engine's tokens and log-probs (and hidden states) as .npz, "
+            ".safetensors or .parquet, in place of a rollout; sizes are reported, not judged."
+        ),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="With --layers: folder for layers.html and layers.json.")] = Path("."),
+    ops: Annotated[
+        bool,
+        typer.Option("--ops", help="Only compare every kernel schedule of this machine with the reference order."),
+    ] = False,
+    attention: Annotated[str, typer.Option(help="With --ops: the attention contract, auto, chunk64 or fa3.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON instead of tables.")] = False,
 ) -> None:
     """Verify."""
+    if ops:
+        _verify_ops(subjects or [], attention, as_json)
+        return
+    if ladder or layers or dump:
+        from verl_tim.commands import verify_sides
+
+        options = verify_sides.Options(
+            subjects or [], rollout, trainer, dtype, requests, tokens, seed, dump=dump, plant=plant
+        )
+        with bad_input():
+            if ladder == layers:
+                raise _exclusive()
+            code = (
+                verify_sides.climb_ladder(options, as_json)
+                if ladder
+                else verify_sides.compare_layers(options, out, as_json)
+            )
+        if code:
+            raise typer.Exit(code)
+        return
     with tempfile.TemporaryDirectory(prefix="verl-tim-verify-") as work, bad_input():
         targets = resolve(subjects or [], rollout=rollout, dtypes=dtype, work=Path(work))
-        fault = _fault(plant)
+        from verl_tim.verification.faults import FAULTS
+
+        fault = planted(plant, FAULTS)
         reports: list[dict[str, Any]] = []
         code = 0
         with fault:
@@ -90,6 +145,27 @@ def command(
         print_json({"passed": code == 0, "exit_code": code, "planted": plant, "subjects": reports})
     if code:
         raise typer.Exit(code)
+
+
+def _exclusive() -> Exception:
+    from verl_tim.launch.errors import LaunchError
+
+    return LaunchError.of("--ladder, --layers", "are two commands", "give one of them (--dump goes with either)")
+
+
+def _verify_ops(subjects: list[str], attention: str, as_json: bool) -> None:
+    from verl_tim.commands.verify_ops import print_report, probe_models
+
+    with bad_input():
+        reports = probe_models(subjects, attention)
+    passed = all(report["problem"] is None for report in reports)
+    if as_json:
+        print_json({"passed": passed, "models": reports})
+    else:
+        for report in reports:
+            print_report(report)
+    if not passed:
+        raise typer.Exit(1)
 
 
 def resolve(subjects: list[str], *, rollout: str | None, dtypes: list[str] | None, work: Path) -> list[Target]:
@@ -117,6 +193,13 @@ def resolve(subjects: list[str], *, rollout: str | None, dtypes: list[str] | Non
     return [_subject(subject, rollout, chosen) for subject in subjects]
 
 
+def default_dtypes() -> tuple[str, ...]:
+    """The dtypes that the contract covers on this machine."""
+    import torch
+
+    return ("bfloat16",) if torch.cuda.is_available() else DTYPES
+
+
 def _subject(subject: str, rollout: str | None, dtypes: tuple[str, ...] | None) -> Target:
     from verl_tim.launch.errors import LaunchError
 
@@ -124,8 +207,8 @@ def _subject(subject: str, rollout: str | None, dtypes: tuple[str, ...] | None) 
     if (folder / "config.yaml").is_file():
         return _run_target(folder, rollout, dtypes)
     if (folder / "config.json").is_file():
-        _check_model(folder)
-        return Target(str(folder), str(folder), rollout or "vexact", dtypes or DTYPES)
+        check_model(folder)
+        return Target(str(folder), str(folder), rollout or "vexact", dtypes or default_dtypes())
     raise LaunchError.of(
         "RUN|MODEL",
         f"{subject} is neither a run folder (config.yaml) nor a model folder (config.json)",
@@ -153,14 +236,14 @@ def _run_target(folder: Path, rollout: str | None, dtypes: tuple[str, ...] | Non
             f"{folder}: the run's model {path} is not on this machine",
             "give its folder instead of the run",
         )
-    _check_model(Path(path))
+    check_model(Path(path))
     run_dtype = str(OmegaConf.select(config, "actor_rollout_ref.rollout.dtype") or "bfloat16")
     files = OmegaConf.select(config, "data.train_files") or []
     files = [files] if isinstance(files, str) else list(files)
     return Target(str(folder), str(path), name, dtypes or (run_dtype,), tuple(str(file) for file in files))
 
 
-def _check_model(folder: Path) -> None:
+def check_model(folder: Path) -> None:
     from verl_tim.launch.errors import LaunchError
     from verl_tim.models import ModelError, load_model_config
 
@@ -170,16 +253,15 @@ def _check_model(folder: Path) -> None:
         raise LaunchError.of("MODEL", str(error), "give a Hugging Face folder of a supported architecture") from error
 
 
-def _fault(name: str | None) -> contextlib.AbstractContextManager[None]:
+def planted(name: str | None, known: Mapping[str, Fault]) -> contextlib.AbstractContextManager[None]:
+    """The planted fault of that name, or nothing; LaunchError for an unknown one."""
     from verl_tim.launch.errors import LaunchError
 
     if name is None:
         return contextlib.nullcontext()
-    from verl_tim.verification.faults import FAULTS
-
-    if name not in FAULTS:
-        raise LaunchError.of("--plant", f"{name!r} is unknown", f"choose from {', '.join(FAULTS)}")
-    return FAULTS[name]()
+    if name not in known:
+        raise LaunchError.of("--plant", f"{name!r} is unknown", f"choose from {', '.join(known)}")
+    return known[name]()
 
 
 def climb_target(
@@ -202,7 +284,7 @@ def climb_target(
         console=console,
         disable=not console.is_terminal,
     )
-    with progress, _quiet_libraries(), single_rank_group():
+    with progress, quiet_libraries(), single_rank_group():
         task = progress.add_task(f"{target.label}, {dtype}: loading")
         subject = Subject(
             target.model_path,
@@ -211,7 +293,7 @@ def climb_target(
             requests=requests,
             response_tokens=tokens,
             seed=seed,
-            prompts=_prompts(target),
+            prompts=prompts_of(target),
         )
         result = climb(
             ladder(subject),
@@ -223,43 +305,17 @@ def climb_target(
     return result, facts
 
 
-def _prompts(target: Target) -> list[Any] | None:
+def prompts_of(target: Target) -> list[Any] | None:
     """Token ids of the run's own prompts, by its tokenizer and chat template; None where the target is not a run."""
     if not target.prompt_files:
         return None
-    import numpy as np
-    import pyarrow.parquet as pq
     from transformers import AutoTokenizer
 
+    from verl_tim.launch.errors import LaunchError
+    from verl_tim.verification.prompts import PromptError, read_prompts
+
     tokenizer = AutoTokenizer.from_pretrained(target.model_path)
-    return [
-        np.asarray(
-            tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=True, return_dict=False),
-            dtype=np.int64,
-        )
-        for file in target.prompt_files
-        for messages in pq.read_table(file, columns=["prompt"]).column("prompt").slice(0, PROMPTS_PER_FILE).to_pylist()
-    ]
-
-
-@contextlib.contextmanager
-def _quiet_libraries() -> Iterator[None]:
-    """verl and transformers print and warn while a model loads; none of it belongs into a report."""
-    from transformers.utils import logging as transformers_logging
-
-    logging.getLogger("verl_tim.engine").setLevel(logging.WARNING)
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    with warnings.catch_warnings(), contextlib.redirect_stdout(_Discard()):
-        warnings.simplefilter("ignore")
-        yield
-
-
-class _Discard:
-    """A stdout for libraries that print."""
-
-    def write(self, text: str) -> int:
-        return len(text)
-
-    def flush(self) -> None:
-        return None
+    try:
+        return list(read_prompts(target.prompt_files, tokenizer, limit=PROMPTS_PER_FILE))
+    except PromptError as error:
+        raise LaunchError.of("data.train_files", str(error), "give the model's folder instead of the run") from error

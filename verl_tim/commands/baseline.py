@@ -1,0 +1,45 @@
+"""`verl-tim baseline`: what mismatch is usual for a model on this hardware, for `tim.gate.baseline` of later runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from verl_tim.commands.output import bad_input, print_json, stderr, stdout, table
+
+NAME = "baseline"
+HELP = "Store the usual mismatch of a model, dtype, hardware and pair of backends; later runs are watched against it."
+NEEDS_ARGUMENTS = True
+
+
+def command(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders of one set-up.")],
+    out: Annotated[Path, typer.Option(help="File to write.")] = Path("baseline.json"),
+    skip: Annotated[int, typer.Option(min=0, help="Steps to leave out at the beginning of each run.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the JSON instead of the table.")] = False,
+) -> None:
+    """Store."""
+    from verl_tim.diagnosis.baseline import BaselineError, baseline_of
+    from verl_tim.diagnosis.formats import short
+    from verl_tim.diagnosis.manifest import ManifestError
+    from verl_tim.diagnosis.run_folder import RunFolderError
+    from verl_tim.launch.errors import LaunchError
+
+    with bad_input():
+        try:
+            baseline = baseline_of(runs, skip=skip)
+        except (BaselineError, RunFolderError, ManifestError) as error:
+            raise LaunchError.of("RUN", str(error), "give finished runs of one model and set-up") from error
+    baseline.write(out)
+    if as_json:
+        print_json(baseline.to_dict())
+    else:
+        rows = [
+            (name, short(value.mean), short(value.largest), "no" if not value.reference else short(value.reference))
+            for name, value in baseline.metrics.items()
+        ]
+        table(f"{len(runs)} runs, {baseline.steps} steps", ("metric", "mean", "largest", "watched against"), rows)
+        stdout().print(f"tim.gate.baseline={out.absolute()}", soft_wrap=True)
+    stderr().print(f"baseline: {out.absolute()}", soft_wrap=True)

@@ -1,0 +1,177 @@
+"""`verl-tim bench rollout`: tokens per second of this engine beside vLLM's, and their share of the memory's speed."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from verl_tim.commands.output import bad_input, print_json, stderr, table
+
+if TYPE_CHECKING:
+    from verl_tim.bench.rollout import Load
+
+NAME = "rollout"
+HELP = (
+    "Rollout throughput: this engine, vLLM and vLLM batch-invariant on the same requests, and the floor of the memory."
+)
+_DEFAULT_ENGINES = ("vexact", "vllm", "vllm-batch-invariant")
+_BANDWIDTH = {"NVIDIA H200": 4.3}  # TB/s that reads reach
+
+
+def command(
+    shape: Annotated[
+        list[str] | None, typer.Option(help="Model shape, such as qwen3-1.7b; repeat for several. Default: all.")
+    ] = None,
+    model: Annotated[Path | None, typer.Option(help="Folder with a config.json, instead of a shape.")] = None,
+    load: Annotated[
+        list[str] | None, typer.Option(help="REQUESTSxPROMPTxOUTPUT; repeat for several. Default: those of the shape.")
+    ] = None,
+    engine: Annotated[
+        list[str] | None,
+        typer.Option(help="vexact, stock, vllm or vllm-batch-invariant; repeat for several. Default: all but stock."),
+    ] = None,
+    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
+    repeats: Annotated[int, typer.Option(min=1, help="Runs per engine and load, after a warm-up.")] = 3,
+    memory: Annotated[float, typer.Option(help="Share of the GPU's memory that an engine may hold.")] = 0.85,
+    bandwidth: Annotated[
+        float | None, typer.Option(help="TB/s that reads reach, for the floor. Default: known for an H200 (4.3).")
+    ] = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="Write a profile of this engine's decode steps to this file.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Run the benchmark; exit code 1 if an engine that is here failed."""
+    from verl_tim.bench import rollout
+    from verl_tim.models import load_model_config
+
+    with bad_input():
+        engines, models = _choose(shape, model, load, engine, device)
+    machine = _machine(device)
+    if bandwidth is None:
+        bandwidth = _BANDWIDTH.get(machine["device"])
+    speed = None if bandwidth is None else bandwidth * 1e12
+    console = stderr()
+    sections: list[dict[str, Any]] = []
+    for name, loads in models.items():
+        with _folder(name, model) as folder, console.status(name) as status:
+            figures = rollout.run(
+                folder,
+                engines,
+                loads,
+                device=device,
+                repeats=repeats,
+                memory=memory,
+                profile=profile,
+                progress=lambda text, name=name, status=status: status.update(f"{name}: {text}"),  # type: ignore[misc]
+            )
+            rows = rollout.as_json(figures, load_model_config(folder), speed)
+        sections.append({"model": name, "rows": rows})
+    if as_json:
+        print_json({**machine, "bandwidth": speed, "repeats": repeats, "models": sections})
+    else:
+        _print(machine, sections)
+    if any(row["problem"].startswith("exit code") for section in sections for row in section["rows"]):
+        raise typer.Exit(1)
+
+
+def _choose(
+    shape: list[str] | None, model: Path | None, load: list[str] | None, engine: list[str] | None, device: str
+) -> tuple[list[str], dict[str, list[Load]]]:
+    """Engines, and loads by model name."""
+    import torch
+
+    from verl_tim.bench.rollout import ENGINES, WORKLOADS, Load
+    from verl_tim.launch.errors import LaunchError
+    from verl_tim.tasks.random_model import SHAPES
+
+    for name in engine or ():
+        if name not in ENGINES:
+            raise LaunchError.of("--engine", f"{name!r} is unknown", f"choose from {', '.join(ENGINES)}")
+    if device not in ("cuda", "cpu"):
+        raise LaunchError.of("--device", f"{device!r} is unknown", "choose cuda or cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise LaunchError.of("--device", "PyTorch sees no GPU here", "run it on a machine with one, or --device cpu")
+    if model is not None and not (model / "config.json").is_file():
+        raise LaunchError.of("--model", f"{model} has no config.json", "give the folder of a Hugging Face model")
+    if model is not None and shape:
+        raise LaunchError.of("--model", "both a folder and a shape are given", "give one of them")
+    names = [str(model)] if model is not None else shape or list(WORKLOADS)
+    for name in names:
+        if model is None and name not in SHAPES:
+            raise LaunchError.of("--shape", f"{name!r} is unknown", f"choose from {', '.join(SHAPES)}")
+    try:
+        given = [Load.parse(text) for text in load or ()]
+    except ValueError as error:
+        raise LaunchError.of("--load", str(error), "for example --load 16x128x512") from None
+    models = {name: given or list(WORKLOADS.get(name, ())) for name in names}
+    for name, loads in models.items():
+        if not loads:
+            raise LaunchError.of("--load", f"{name} has no workloads of its own", "give some: --load 16x128x512")
+    return engine or list(_DEFAULT_ENGINES), models
+
+
+def _folder(name: str, model: Path | None) -> Any:
+    """The model's folder; of a shape, one that holds its config alone, and only for a while."""
+    import contextlib
+    import tempfile
+
+    from verl_tim.tasks.random_model import hf_config
+
+    if model is not None:
+        return contextlib.nullcontext(model)
+
+    @contextlib.contextmanager
+    def made():
+        with tempfile.TemporaryDirectory() as place:
+            hf_config(name).save_pretrained(place)
+            yield Path(place)
+
+    return made()
+
+
+def _machine(device: str) -> dict[str, Any]:
+    import platform
+
+    import torch
+
+    from verl_tim.diagnosis.process import package_versions
+
+    name = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()
+    versions = package_versions(("torch", "triton", "vllm", "verl-tim"))
+    return {"date": time.strftime("%Y-%m-%d"), "device": name, "versions": versions}
+
+
+def _print(machine: dict[str, Any], sections: list[dict[str, Any]]) -> None:
+    where = f"{machine['device']}, {', '.join(f'{name} {version}' for name, version in machine['versions'].items())}"
+    for section in sections:
+        cells = []
+        for row in section["rows"]:
+            load = row["load"]
+            cells.append(
+                (
+                    f"{load['requests']} x {load['prompt']} -> {load['output']}",
+                    row["engine"],
+                    _cell(row["tokens_per_second"], "{:,.0f}"),
+                    _cell(row["spread"], "{:.1%}"),
+                    _cell(row["share_of_floor"], "{:.0%}"),
+                    _cell(row["over_vllm"], "{:.2f}"),
+                    row["problem"] or _host(row["host"]),
+                )
+            )
+        columns = ("load", "engine", "tokens/s", "spread", "of the floor", "over vLLM", "note")
+        table(f"{section['model']}: {where}", columns, sorted(cells, key=lambda cell: cell[0]))
+
+
+def _cell(value: float | None, form: str) -> str:
+    return "" if value is None else form.format(value)
+
+
+def _host(host: dict[str, float]) -> str:
+    if not host:
+        return ""
+    busy = sum(value for name, value in host.items() if name.endswith("_us") and name != "wait_us")
+    return f"{host['steps']:.0f} steps, host {busy:,.0f} us of each, waiting {host['wait_us']:,.0f} us"

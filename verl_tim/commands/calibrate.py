@@ -1,0 +1,82 @@
+"""`verl-tim calibrate`: rejection thresholds from the token dumps of two runs, as a ready `correction=` option."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from verl_tim.commands.output import bad_input, print_json, stderr, stdout, table
+
+NAME = "calibrate"
+HELP = (
+    "Choose a rejection rule and its threshold from the token dumps of a mismatching and of a zero-mismatch run of "
+    "one recipe; writes correction/calibrated_NAME.yaml with the curves it was chosen from."
+)
+NEEDS_ARGUMENTS = True
+
+
+def command(
+    mismatch_run: Annotated[Path, typer.Argument(metavar="RUN_MISMATCH", help="Run folder with token dumps.")],
+    exact_run: Annotated[Path, typer.Argument(metavar="RUN_EXACT", help="The same recipe without mismatch.")],
+    max_share: Annotated[
+        float, typer.Option(help="Share of the mismatching run's tokens that may be rejected.")
+    ] = 0.01,
+    rule: Annotated[list[str] | None, typer.Option(help="Rule to try; may be repeated. Default: all.")] = None,
+    step: Annotated[list[int] | None, typer.Option(help="Dumped step to read; may be repeated. Default: all.")] = None,
+    weights: Annotated[bool, typer.Option(help="Add token weights capped at 2.")] = True,
+    name: Annotated[str | None, typer.Option(help="Of the option: calibrated_NAME. Default: the run's.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for correction/, calibrate.html and calibrate.json.")] = Path(
+        "calibration"
+    ),
+    as_json: Annotated[bool, typer.Option("--json", help="Print the JSON instead of the table.")] = False,
+) -> None:
+    """Calibrate."""
+    import re
+
+    from verl_tim.diagnosis.calibrate import RULES, CalibrationError, calibrate, write_json
+    from verl_tim.diagnosis.calibrate_page import bound, render_calibration
+    from verl_tim.diagnosis.formats import percent, short
+    from verl_tim.diagnosis.token_dump import TokenDumpError
+    from verl_tim.launch.errors import LaunchError
+
+    with bad_input():
+        try:
+            found = calibrate(mismatch_run, exact_run, max_share=max_share, rules=rule or RULES, steps=step)
+        except (CalibrationError, TokenDumpError) as error:
+            raise LaunchError.of("calibrate", str(error), "see docs/diagnosis.md, Calibrate") from error
+    write_json(found, out / "calibrate.json")
+    (out / "calibrate.html").write_text(render_calibration(found), encoding="utf-8")
+    stderr().print(f"page: {(out / 'calibrate.html').absolute()}", soft_wrap=True)
+    if as_json:
+        print_json(found.to_dict())
+    else:
+        rows = [
+            ("no rejection", "", "0 %", short(found.none.skew), percent(found.none.effective)),
+            *(
+                (c.rule, bound(c.threshold), percent(c.mismatch.rejected), short(c.mismatch.skew), percent(e))
+                for c in found.best_per_rule()
+                for e in [c.mismatch.effective]
+            ),
+        ]
+        columns = ("rule", "threshold", "rejected", "skew left", "effective size")
+        table(f"The best admitted threshold of each rule: {found.criterion()}", columns, rows)
+        for note in found.notes:
+            stderr().print(f"- {note}", style="yellow")
+    with bad_input():
+        label = re.sub(r"\W+", "_", name or mismatch_run.absolute().name)
+        try:
+            path = found.write_yaml(out.absolute(), f"calibrated_{label}", weights=weights)
+        except CalibrationError as error:
+            raise LaunchError.of("calibrate", str(error), f"the curves are in {out / 'calibrate.html'}") from error
+    stderr().print(f"correction: {path}", soft_wrap=True)
+    if not as_json:
+        stdout().print(f"\nUse it with\n  {how_to_use(path)}", soft_wrap=True, markup=False)
+
+
+def how_to_use(path: Path) -> str:
+    """The words of a command line that compose the written option."""
+    folder = path.parent.parent
+    searchpath = f"pkg://verl.trainer.config,pkg://verl_tim.configs,file://{folder}"
+    return f"verl-tim train ... correction={path.stem} 'hydra.searchpath=[{searchpath}]'"

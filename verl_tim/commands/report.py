@@ -1,0 +1,53 @@
+"""`verl-tim report`: one run as a page, with what its token dumps say, and a JSON file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from verl_tim.commands.output import bad_input, print_json, stderr, stdout, table
+
+NAME = "report"
+HELP = (
+    "One run as a page: curves, |d| over place and length, its histogram, the worst tokens in their text, router "
+    "flips per layer, the correction's effect, what ran."
+)
+NEEDS_ARGUMENTS = True
+
+
+def command(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")],
+    step: Annotated[
+        list[int] | None, typer.Option(help="Dumped step to read; may be repeated. Default: ten, evenly over the run.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder for report.html and report.json.")] = Path("."),
+    as_json: Annotated[bool, typer.Option("--json", help="Print the JSON instead of the table.")] = False,
+) -> None:
+    """Report."""
+    from verl_tim.diagnosis.formats import percent, short
+    from verl_tim.diagnosis.manifest import ManifestError
+    from verl_tim.diagnosis.metric_log import RunFolderError
+    from verl_tim.diagnosis.report import Report
+    from verl_tim.diagnosis.token_dump import TokenDumpError
+    from verl_tim.launch.errors import LaunchError
+
+    with bad_input():
+        try:
+            report = Report.read(run, step)
+        except (RunFolderError, ManifestError) as error:
+            raise LaunchError.of("RUN", str(error), "give a run folder: what tim.run_dir named") from error
+        except TokenDumpError as error:
+            raise LaunchError.of("--step", str(error), "leave --step out, or name dumped steps") from error
+    json_path, html_path = report.write(out)
+    if as_json:
+        print_json(report.to_dict())
+    else:
+        stdout().print(report.comparison.verdict.lead)
+        rows = [(name, percent(v) if name.startswith("above") else short(v)) for name, v in report.tail.items()]
+        if rows:
+            table(f"|d| of {len(report.known):,} dumped tokens, nats", ("", ""), rows)
+        if report.no_dumps:
+            stderr().print(f"- {report.no_dumps}", style="yellow")
+    stderr().print(f"page: {html_path.absolute()}\nJSON: {json_path.absolute()}", soft_wrap=True)

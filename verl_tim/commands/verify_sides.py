@@ -1,0 +1,213 @@
+"""`verl-tim verify --ladder` and `--layers`: the rungs in order, and two forwards op by op."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verl_tim.commands.output import print_json, stderr, stdout
+from verl_tim.commands.quiet import quiet_libraries
+from verl_tim.commands.verify import Target, planted, prompts_of, resolve
+
+if TYPE_CHECKING:
+    from verl_tim.diagnosis.gate import LadderResult, Rung
+    from verl_tim.verification.engine_dump import DumpedSequence
+    from verl_tim.verification.layers import LayerReport
+    from verl_tim.verification.subject import Subject
+
+TRAINERS = ("contract", "stock")
+LAYER_SEQUENCES = 8
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of `verify` that both commands take; see `verify.command`."""
+
+    subjects: list[str]
+    rollout: str | None
+    trainer: str
+    dtypes: list[str] | None
+    requests: int
+    tokens: int
+    seed: int
+    dump: Path | None = None
+    plant: str | None = None
+
+
+# -------------------------------------------------------------------------------------------------------------- ladder
+
+
+def climb_ladder(options: Options, as_json: bool) -> int:
+    """Climb and print, once per subject and dtype; the exit code."""
+    from verl_tim.diagnosis.gate import climb
+    from verl_tim.launch.errors import LaunchError
+    from verl_tim.training.in_process import single_rank_group
+    from verl_tim.verification.faults import RUNG_FAULTS
+
+    if options.trainer != "contract":
+        raise LaunchError.of("--trainer", f"{options.trainer!r} goes with --layers", "leave it out with --ladder")
+    reports: list[dict[str, Any]] = []
+    code = 0
+    with tempfile.TemporaryDirectory(prefix="verl-tim-ladder-") as work:
+        with quiet_libraries():
+            targets, others = _ladder_targets(options, Path(work))
+        for target in targets:
+            for dtype in target.dtypes:
+                stderr().print(f"{target.label}, {dtype}: climbing")
+                with planted(options.plant, RUNG_FAULTS), quiet_libraries(), single_rank_group():
+                    rungs, other = _rungs(target, others, dtype, options)
+                    result = climb(rungs)
+                code = max(code, result.exit_code)
+                rollout = target.rollout if options.dump is None else f"file {options.dump}"
+                reports.append({"subject": target.label, "dtype": dtype, "rollout": rollout, "other": other})
+                reports[-1] |= result.to_dict()
+                if not as_json:
+                    beside = f" (other kind: {other})" if other else ""
+                    _print_ladder(result, f"{target.label}{beside}, {dtype}, rollout={rollout}")
+    if as_json:
+        print_json({"passed": code == 0, "exit_code": code, "planted": options.plant, "subjects": reports})
+    return code
+
+
+def _print_ladder(result: LadderResult, title: str) -> None:
+    stdout().print(result.table(title))
+    stdout().print(result.summary() + "\n", soft_wrap=True)
+
+
+def _ladder_targets(options: Options, work: Path) -> tuple[list[Target], dict[str, Target]]:
+    """What to climb with, and the random model of each kind for the rungs that a subject cannot stand for."""
+    others = {target.label.removeprefix("random "): target for target in _resolved(options, [], work)}
+    if options.subjects:
+        return _resolved(options, options.subjects, work), others
+    return [others["qwen3"]], others
+
+
+def _resolved(options: Options, subjects: list[str], work: Path) -> list[Target]:
+    return resolve(subjects, rollout=options.rollout, dtypes=options.dtypes, work=work)
+
+
+def _rungs(target: Target, others: dict[str, Target], dtype: str, options: Options) -> tuple[list[Rung], str | None]:
+    """The ladder of one subject, and the model that stands for the other kind (dense or MoE).
+
+    From a file only its alignment can be told.
+    """
+    from verl_tim.models import load_model_config
+    from verl_tim.verification.ladder import dumped_rung, six_rungs
+
+    primary = _subject(target, dtype, options)
+    is_moe = load_model_config(target.model_path).moe is not None
+    if options.dump is not None:
+        return [dumped_rung(primary, _dumped(options.dump, primary.vocab_size), moe=is_moe)], None
+    beside = others["qwen3" if is_moe else "qwen3_moe"]
+    other = _subject(beside, dtype, options)
+    return six_rungs(primary, *((other, primary) if is_moe else (primary, other))), beside.label
+
+
+def _subject(target: Target, dtype: str, options: Options) -> Subject:
+    from verl_tim.verification.subject import Subject
+
+    return Subject(
+        target.model_path,
+        dtype=dtype,
+        rollout=target.rollout,
+        trainer_numerics=options.trainer,
+        requests=options.requests,
+        response_tokens=options.tokens,
+        seed=options.seed,
+        prompts=prompts_of(target),
+    )
+
+
+def _dumped(path: Path, vocab_size: int) -> list[DumpedSequence]:
+    from verl_tim.launch.errors import LaunchError
+    from verl_tim.verification.engine_dump import DumpError, read_dump
+
+    try:
+        return read_dump(path, vocab_size=vocab_size)
+    except DumpError as error:
+        raise LaunchError.of(
+            "--dump", str(error), "write it in the layout of verl_tim/verification/engine_dump.py"
+        ) from error
+
+
+# -------------------------------------------------------------------------------------------------------------- layers
+
+
+def compare_layers(options: Options, out: Path, as_json: bool) -> int:
+    """Lay both sides side by side, print and write; 1 if a pair that must agree does not."""
+    from verl_tim.launch.errors import LaunchError
+    from verl_tim.training.in_process import single_rank_group
+    from verl_tim.verification.layers import LayersError
+
+    if options.trainer not in TRAINERS:
+        raise LaunchError.of("--trainer", f"{options.trainer!r} is unknown", f"choose from {', '.join(TRAINERS)}")
+    if options.plant is not None:
+        from verl_tim.verification.faults import FAULTS, RUNG_FAULTS
+
+        fault = planted(options.plant, FAULTS | RUNG_FAULTS)
+    else:
+        fault = planted(None, {})
+    if options.dump is not None and len(options.subjects) != 1:
+        raise LaunchError.of("MODEL", "a dump is of one model", "give its folder (or its run) beside --dump")
+    reports: list[dict[str, Any]] = []
+    failed = False
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="verl-tim-layers-") as work, fault:
+        with quiet_libraries():
+            targets = _resolved(options, options.subjects, Path(work))
+        for target in targets:
+            for dtype in target.dtypes:
+                try:
+                    with quiet_libraries(), single_rank_group():
+                        subject = _subject(target, dtype, options)
+                        report = _layer_report(subject, options)
+                except LayersError as error:
+                    raise LaunchError.of(
+                        "--layers", str(error), "give both sides the same tokens of the same model"
+                    ) from error
+                failed |= subject.exact and options.dump is None and report.first is not None
+                stem = "layers" if not reports else f"layers_{len(reports)}"
+                report.page().write(out / f"{stem}.html")
+                reports.append({"subject": target.label, "dtype": dtype, "page": f"{stem}.html", **report.to_dict()})
+                if not as_json:
+                    stdout().print(f"{target.label}, {dtype}")
+                    stdout().print(report.table())
+                    stdout().print(report.summary() + "\n", soft_wrap=True)
+    content = {"passed": not failed, "exit_code": int(failed), "planted": options.plant, "subjects": reports}
+    (out / "layers.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    if as_json:
+        print_json(content)
+    stderr().print(f"pages and JSON: {out.absolute()}", soft_wrap=True)
+    return int(failed)
+
+
+def _layer_report(subject: Subject, options: Options) -> LayerReport:
+    from verl_tim.verification.forward import tokens_of, trainer_forward
+    from verl_tim.verification.layers import LayerReport
+
+    rollout = str(options.dump.name) if options.dump else subject.rollout
+    report = LayerReport(f"{rollout} rollout", f"{subject.trainer_numerics} trainer")
+    for sequence, temperature, taps in _rollout_sides(subject, options):
+        trainer = trainer_forward(subject.trainer, sequence, temperature)
+        report.add(taps, trainer.taps, tokens=tokens_of(sequence))
+    return report
+
+
+def _rollout_sides(subject: Subject, options: Options) -> Iterator[tuple[Any, float, dict[str, Any]]]:
+    """(tokens, temperature, taps) of every sequence on the rollout's side."""
+    from verl_tim.verification.forward import engine_forward
+    from verl_tim.verification.subject import trainer_temperature
+
+    if options.dump is not None:
+        for dumped in _dumped(options.dump, subject.vocab_size)[:LAYER_SEQUENCES]:
+            yield dumped.tokens, dumped.temperature, dumped.taps
+        return
+    engine = subject.engine()
+    drawn = subject.generate(engine, subject.draw_prompts(min(options.requests, LAYER_SEQUENCES), tag="layers"))
+    for prompt, output in drawn:
+        sequence, temperature = prompt.answered(output), trainer_temperature(prompt)
+        yield sequence, temperature, engine_forward(engine, sequence, temperature).taps
