@@ -18,6 +18,9 @@ DEV = [
     "pytest-timeout>=2.3",
     "hypothesis>=6.100",
     "setuptools>=77",
+    # a CPU build of torch brings none; the kernels' logic is tested in its interpreter
+    # (3.6: the version that the GPU stack has, and whose interpreter tests/numerics/gpu/interpreter.py repairs)
+    "triton>=3.6,<3.7; platform_system == 'Linux' and platform_machine == 'x86_64'",
     *TYPE_AND_LINT,
 ]
 WANDB = ["wandb>=0.18"]
@@ -56,6 +59,7 @@ setup(
         "omegaconf>=2.3,<2.4",
         "huggingface-hub>=1.5",
         "numpy>=2",
+        "pandas>=2",
         "pyarrow>=19",
         "safetensors>=0.4",
         "tokenizers>=0.21",
@@ -69,6 +73,8 @@ setup(
         "markupsafe>=2.1",
         # 6.3: unified hover titles
         "plotly>=6.3",
+        # compare --png; plotly's own export would start a browser
+        "matplotlib>=3.8",
         "tqdm>=4.66",
     ],
     extras_require={

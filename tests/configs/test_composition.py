@@ -2,6 +2,7 @@
 
 import inspect
 import itertools
+import math
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 
@@ -14,8 +15,10 @@ from verl_tim.launch.recipes import find_recipe, group_options, recipe_names
 
 RECIPES = recipe_names()
 GROUPS = group_options()
-# The groups whose choices change the run's mathematics; the others (cluster, model, tracker) are covered pairwise.
-PRODUCT = ("rollout", "trainer", "correction", "task")
+# The groups whose choices change which keys exist; the others (cluster, model, tracker) are covered pairwise.
+PRODUCT = ("rollout", "trainer", "task")
+# The files of the correction group have the same keys (test_correction.py); under bypass they exchange the loss, too.
+CORRECTIONS = {"none", "icepop", "bypass_ppo"}
 
 
 def config_of(recipe, choices, model_folder="MODEL"):
@@ -64,7 +67,7 @@ def assert_choices_arrived(config, recipe, choices):
     contract = choices.get("trainer", "contract") == "contract"
     assert config.actor_rollout_ref.model.use_fused_kernels is contract
     assert config.actor_rollout_ref.model.fused_kernel_options.impl_backend == ("contract" if contract else "torch")
-    bypass = choices.get("correction", "none") == "bypass_ppo"
+    bypass = choices.get("correction", "none").startswith("bypass_")
     assert config.algorithm.rollout_correction.bypass_mode is bypass
     assert (config.actor_rollout_ref.actor.policy_loss.loss_mode == "bypass_mode") is bypass
     assert OmegaConf.missing_keys(config) == {"reward.reward_model.rollout.name"}
@@ -95,7 +98,7 @@ def test_every_group_offers_something():
     assert all(GROUPS.values())
     assert GROUPS["rollout"] == ["stock", "vexact", "vllm", "vllm_invariant"]
     assert GROUPS["trainer"] == ["contract", "stock"]
-    assert GROUPS["correction"] == ["bypass_ppo", "none", "recompute"]
+    assert set(GROUPS["correction"]) > CORRECTIONS
     assert RECIPES == ["cpu_grpo", "cpu_moe_grpo", "cpu_reinforce"]
 
 
@@ -113,7 +116,7 @@ def test_recipe_as_it_is_becomes_verl_dataclasses(recipe, model_folder):
 
 
 def test_every_pair_of_choices_composes():
-    rows = pairwise({"recipe": RECIPES, **GROUPS})
+    rows = pairwise({"recipe": RECIPES, **GROUPS, "correction": sorted(CORRECTIONS)})
     assert len(rows) < 60
     for recipe in RECIPES:
         with hydra_for(find_recipe(recipe)):
@@ -125,27 +128,29 @@ def test_every_pair_of_choices_composes():
                     assert_verl_takes(config)
 
 
-def _compose_all(recipe, rollout):
-    count = 0
+def product_rows():
+    """The product of the recipes and PRODUCT, with the corrections in turn."""
+    corrections = itertools.cycle(GROUPS["correction"])
+    for recipe, *options in itertools.product(RECIPES, *(GROUPS[name] for name in PRODUCT)):
+        yield recipe, {**dict(zip(PRODUCT, options, strict=True)), "correction": next(corrections)}
+
+
+def _compose_all(recipe):
+    rows = [choices for name, choices in product_rows() if name == recipe]
     with hydra_for(find_recipe(recipe)):
-        for rest in itertools.product(*(GROUPS[name] for name in PRODUCT[1:])):
-            choices = {"rollout": rollout, **dict(zip(PRODUCT[1:], rest, strict=True))}
+        for choices in rows:
             config = config_of(recipe, choices)
             assert_choices_arrived(config, recipe, choices)
             assert_verl_takes(config)
-            count += 1
-    return count
+    return len(rows)
 
 
 @pytest.mark.slow
-def test_the_whole_product_composes():
-    jobs = list(itertools.product(RECIPES, GROUPS["rollout"]))
+def test_the_product_composes():
+    assert {choices["correction"] for _, choices in product_rows()} == set(GROUPS["correction"])
     with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
-        counts = list(pool.map(_compose_all, *zip(*jobs, strict=True)))
-    expected = len(RECIPES)
-    for name in PRODUCT:
-        expected *= len(GROUPS[name])
-    assert sum(counts) == expected
+        counts = list(pool.map(_compose_all, RECIPES))
+    assert sum(counts) == len(RECIPES) * math.prod(len(GROUPS[name]) for name in PRODUCT)
 
 
 @pytest.mark.parametrize(
