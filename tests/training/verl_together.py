@@ -33,18 +33,29 @@ def free_the_cluster(seconds: float = 60) -> None:
     raise TimeoutError(f"the last run still holds resources after {seconds} s: {free} of {whole}")
 
 
+def run_once(overrides: list[str]) -> str:
+    """The traceback of a run, empty if it went through."""
+    free_the_cluster()
+    try:
+        with initialize_config_module("verl.trainer.config", version_base=None):
+            config = compose("ppo_trainer", overrides=overrides)
+        run_verl(config)
+    except Exception:
+        return traceback.format_exc()
+    return ""
+
+
+# verl takes a free port for its process group and opens it later; another process may have it by then.
+LOST_PORT = "Gloo connectFullMesh failed"
+
+
 def main(folder: Path) -> None:
     results: dict[str, list] = {}
     for name, overrides in json.loads((folder / "runs.json").read_text()).items():
-        free_the_cluster()
         began = time.monotonic()
-        error = ""
-        try:
-            with initialize_config_module("verl.trainer.config", version_base=None):
-                config = compose("ppo_trainer", overrides=overrides)
-            run_verl(config)
-        except Exception:
-            error = traceback.format_exc()
+        error = run_once(overrides)
+        if LOST_PORT in error:
+            error = run_once(overrides)
         results[name] = [error, time.monotonic() - began]
         (folder / "results.json").write_text(json.dumps(results))
 
