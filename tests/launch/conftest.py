@@ -7,6 +7,7 @@ from omegaconf import OmegaConf
 
 from verl_tim.launch import prepare
 from verl_tim.launch.compose import compose_config, hydra_for, split_recipe
+from verl_tim.launch.start import composed
 
 ROW = {
     "data_source": "reasoning_gym/chain_sum",
@@ -24,6 +25,18 @@ def parquet(tmp_path):
         return path
 
     return write
+
+
+@pytest.fixture
+def resolved(tmp_path):
+    """Composes and resolves a run with overrides, its folders in the test's own."""
+
+    def make(*overrides):
+        config = composed([f"tim.run_dir={tmp_path}/run", f"tim.cache_dir={tmp_path}/cache", *overrides])
+        prepare.resolve(config)
+        return config
+
+    return make
 
 
 @pytest.fixture(scope="module")

@@ -7,21 +7,10 @@ from omegaconf import OmegaConf
 from typer.testing import CliRunner
 
 from verl_tim.cli import app
-from verl_tim.launch import prepare
 from verl_tim.launch.checks import correction, run_checks
 from verl_tim.launch.start import composed
 
 NODE = "algorithm.rollout_correction"
-
-
-@pytest.fixture
-def resolved(tmp_path):
-    def make(*overrides):
-        config = composed([f"tim.run_dir={tmp_path}/run", f"tim.cache_dir={tmp_path}/cache", *overrides])
-        prepare.resolve(config)
-        return config
-
-    return make
 
 
 @pytest.mark.parametrize(

@@ -6,17 +6,6 @@ from verl_tim.launch import prepare
 from verl_tim.launch.checks import made
 from verl_tim.launch.errors import LaunchError
 from verl_tim.launch.run_folder import claim
-from verl_tim.launch.start import composed
-
-
-@pytest.fixture
-def resolved(tmp_path):
-    def make(*overrides):
-        config = composed([f"tim.run_dir={tmp_path}/run", f"tim.cache_dir={tmp_path}/cache", *overrides])
-        prepare.resolve(config)
-        return config
-
-    return make
 
 
 @pytest.mark.parametrize(

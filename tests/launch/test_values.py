@@ -2,21 +2,9 @@
 
 import pytest
 
-from verl_tim.launch import prepare
 from verl_tim.launch.checks import run_checks, values
 from verl_tim.launch.errors import LaunchError
 from verl_tim.launch.recipes import group_options, recipe_names
-from verl_tim.launch.start import composed
-
-
-@pytest.fixture
-def resolved(tmp_path):
-    def make(*overrides):
-        config = composed([f"tim.run_dir={tmp_path}/run", f"tim.cache_dir={tmp_path}/cache", *overrides])
-        prepare.resolve(config)
-        return config
-
-    return make
 
 
 def test_nothing_that_is_shipped_is_refused(resolved):

@@ -35,17 +35,17 @@ class EngineModel:
     """A decoder-only language model for inference, built empty; see `build_model`.
 
     Attributes: config, dtype (operand dtype and that of the KV cache), device, numerics, attention (the attention
-    contract in use), contract_id (empty for stock numerics).
+    contract in use; "stock" for stock numerics).
     """
 
     def __init__(
         self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, numerics: Numerics, attention: str
     ) -> None:
         self.config, self.dtype, self.device, self.numerics = config, dtype, device, numerics
-        self.attention, self.contract_id = "stock", ""
+        self.attention = "stock"
         if numerics == "contract":
             self.attention = resolve_attention(attention, device, config.head_dim)
-            self.contract_id = contract_id(device, dtype, self.attention)  # refuses what has no contract
+            contract_id(device, dtype, self.attention)  # refuses what has no contract
         elif numerics != "stock":
             raise ContractError(f"numerics={numerics!r} is unknown; use 'contract' or 'stock'")
         self._rope = RopeTable(

@@ -111,6 +111,12 @@ def _cut(z_RP: Tensor, lse: LogSumExp, params: SamplingTensors, row_R: Tensor) -
     return torch.zeros_like(keep).scatter_(1, order, keep), kept_mass
 
 
+def _cutting_rows(params: SamplingTensors) -> Tensor:
+    """int64 [R]: rows that cut anything and are not greedy."""
+    cuts = (params.top_k_B >= 0) | (params.top_p_B < 1.0) | (params.min_p_B > 0.0)
+    return (cuts & (params.temperature_B != 0.0)).nonzero()[:, 0]
+
+
 def sample(logits_TV: Tensor, params: SamplingTensors) -> Sampled:
     """Draw one token per row from logits as `head_logits` returns them ([B, P] float32, padding -inf).
 
@@ -125,9 +131,8 @@ def sample(logits_TV: Tensor, params: SamplingTensors) -> Sampled:
     lse = log_sum_exp(z)
     kept_mass_B = torch.ones_like(params.temperature_B)
     choice = z
-    cuts = (params.top_k_B >= 0) | (params.top_p_B < 1.0) | (params.min_p_B > 0.0)
     greedy = params.temperature_B == 0.0
-    rows = (cuts & ~greedy).nonzero()[:, 0]
+    rows = _cutting_rows(params)
     if rows.numel():
         keep, mass = _cut(z[rows], LogSumExp(lse.max_T[rows], lse.log_sum_T[rows]), params, rows)
         choice = z.clone()
@@ -150,8 +155,9 @@ def draw(
     not be asked, which would wait for it (and could not be captured in a CUDA graph).
 
     `head_PD` is the head's weight in the layout of `PreparedLinear`. A row without usable logits does not stop the
-    others: it draws as if all were zero, and its log-prob is NaN. Same bits as `sample` on `head_logits`. Raises
-    `ContractError` for a parameter out of range.
+    others: it draws as if all were zero (on a GPU token 0), and its log-prob is NaN. On a CPU the bits are those of
+    `sample` on `head_logits`, and a parameter out of range raises `ContractError`; a GPU's tiles are its own, and to
+    check parameters there would wait for it (the engine checks each request's when it is added).
     """
     if on_gpu(hidden_BD):
         return _draw_on_gpu(hidden_BD, head_PD, params, cut_R)
@@ -166,8 +172,7 @@ def draw(
 
 def _draw_on_gpu(hidden_BD: Tensor, head_VD: Tensor, params: SamplingTensors, cut_R: Tensor | None) -> Sampled:
     if cut_R is None:
-        cuts = (params.top_k_B >= 0) | (params.top_p_B < 1.0) | (params.min_p_B > 0.0)
-        cut_R = (cuts & (params.temperature_B != 0.0)).nonzero()[:, 0]
+        cut_R = _cutting_rows(params)
     if cut_R.shape[0] == hidden_BD.shape[0]:
         everywhere = _cut_on_gpu(hidden_BD, head_VD, params)
         token_B, log_prob_B, kept_mass_B, top1_B = everywhere

@@ -72,11 +72,12 @@ def unused(correction: Any) -> Iterator[Finding]:
 
 def sequence_ratio_twice(config: DictConfig, correction: Any) -> Iterator[Finding]:
     """GSPO's ratio per sequence, and a sequence weight beside it."""
-    mode_key = "actor_rollout_ref.actor.policy_loss.loss_mode"
+    from verl_tim.training.correction_config import LOSS_MODE_KEY
+
     sequence_weight = correction.rollout_is in ("sequence", "sequence_mean") and correction.weights_multiply_loss
-    if OmegaConf.select(config, mode_key) == "gspo" and sequence_weight:
+    if OmegaConf.select(config, LOSS_MODE_KEY) == "gspo" and sequence_weight:
         yield Finding(
-            mode_key,
+            LOSS_MODE_KEY,
             f"gspo has a ratio per sequence, and {KEY}.rollout_is={correction.rollout_is} weighs each sequence again",
             f"choose {KEY}.rollout_is=token, or another loss_mode",
         )
