@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from verl_tim.numerics import attention
 from verl_tim.numerics import probe as probe_module
 from verl_tim.numerics.contract import ContractError
+from verl_tim.numerics.linear import matmul_rows
 from verl_tim.numerics.probe import ProbeShapes, probe
 
 from .bits import DTYPES
@@ -38,6 +40,29 @@ def test_passes_here_and_reports_what_it_did(dtype):
     assert report.seconds > 0
     assert torch.get_num_threads() == before
     assert torch.equal(torch.get_rng_state(), random_state)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_compares_the_shares_of_split_weights(ranks):
+    shapes = dataclasses.replace(SHAPES, ranks=ranks, num_kv_heads=4, vocab_size=4096 + 99)
+    whole = probe("cpu", torch.bfloat16, dataclasses.replace(shapes, ranks=1), threads=(2,)).comparisons
+    split = probe("cpu", torch.bfloat16, shapes, threads=(2,)).comparisons
+    for op in ("linear(128, 64)", "linear(64, 96)", "attention", "head", "grouped_linear"):
+        assert split[op] > whole[op]
+
+
+def _depends_on_columns(x_TK, weight_PK):
+    y = matmul_rows(x_TK, weight_PK)
+    return y * (1 + 2.0**-23) if weight_PK.shape == (128, 64) else y
+
+
+def test_names_a_share_that_has_other_bits(monkeypatch):
+    """192 outputs alone are fine, and half of them, in 128 padded columns, are not."""
+    shapes = dataclasses.replace(SHAPES, linears=(((192,), 64),), ranks=2)
+    monkeypatch.setattr(probe_module, "matmul_rows", _depends_on_columns)
+    with pytest.raises(ContractError, match=r"probe: linear\(192, 64\) .*rank 0 of 2, 136 rows"):
+        probe("cpu", torch.float32, shapes)
+    assert probe("cpu", torch.float32, dataclasses.replace(shapes, ranks=1)).comparisons["linear(192, 64)"]
 
 
 def _depends_on_rows(x_TK, weight_PK):

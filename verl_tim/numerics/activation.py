@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from verl_tim.numerics.contract import exact_region, kernels, on_gpu
+from verl_tim.numerics.linear import PreparedLinear
 
 
 def swiglu_inference(gate_TI: Tensor, up_TI: Tensor) -> Tensor:
@@ -20,6 +21,18 @@ def swiglu_inference(gate_TI: Tensor, up_TI: Tensor) -> Tensor:
     g = gate_TI.to(torch.float32)
     denominator = torch.neg(g).exp_().add_(1.0)
     return torch.div(g, denominator, out=denominator).to(gate_TI.dtype) * up_TI
+
+
+def gate_up_inference(x_TD: Tensor, gate_up: PreparedLinear) -> Tensor:
+    """[T, D] -> silu(gate) * up [T, I] through a fused linear of two equal parts, gate first. No autograd."""
+    if on_gpu(x_TD) and gate_up.bias_N is None:
+        few_rows = kernels("few_rows")
+        if 0 < x_TD.shape[0] <= few_rows.SWIGLU_ROWS:
+            fused_TI = few_rows.swiglu(x_TD, gate_up.weight_PK)
+            if fused_TI is not None:
+                return fused_TI
+    both_TJ, inner = gate_up(x_TD), gate_up.parts[0]
+    return swiglu_inference(both_TJ[:, :inner], both_TJ[:, inner:])
 
 
 class _SwiGLU(torch.autograd.Function):

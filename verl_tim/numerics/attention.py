@@ -49,21 +49,20 @@ _TILE_ELEMENTS = 1 << 21  # scores in flight per query tile: 8 MiB of float32
 def resolve_attention(name: str, device: torch.device | str, head_dim: int) -> str:
     """The attention contract that `name` means on a device.
 
-    ``auto`` is ``fa3`` where it holds (a Hopper GPU, head_dim 128 or 256, vLLM's FlashAttention 3 installed), else
-    ``chunk64``. Raises `ContractError` for an unknown name, and for a contract that this device cannot serve, with the
-    reason.
+    ``auto`` is ``chunk64``: it needs no other library, and decode, where a rollout spends its time, is as fast as
+    FlashAttention's on many sequences and several times faster on few long ones, which ``fa3`` cannot split
+    (docs/benchmarks.md). Raises `ContractError` for an unknown name, and for a contract that this device cannot serve,
+    with the reason.
     """
     if name not in ("auto", *ATTENTION_CONTRACTS):
         raise ContractError(f"attention={name!r} is unknown; use auto, {' or '.join(ATTENTION_CONTRACTS)}")
-    if name == ATTENTION_CONTRACTS[0]:
-        return name
+    if name in ("auto", ATTENTION_CONTRACTS[0]):
+        return ATTENTION_CONTRACTS[0]
     reason: str | None = "it needs a GPU"
     if torch.device(device).type == "cuda":
         reason = kernels("fa3").unsupported(head_dim, torch.device(device))
     if reason is None:
-        return "fa3"
-    if name == "auto":
-        return ATTENTION_CONTRACTS[0]
+        return name
     raise ContractError(f"attention=fa3 cannot serve this model here: {reason}; use attention=chunk64 on both sides")
 
 

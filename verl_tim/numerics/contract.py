@@ -99,6 +99,14 @@ def on_gpu(x: Tensor | torch.device) -> bool:
     return kind == "cuda" or _interpreted
 
 
+def overlapped_launches(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Within, this thread's contract kernels overlap on a GPU that can (`gpu/overlap.py`). No bit changes.
+
+    For decode steps, whose kernels are short; everything that is launched must be the contract's or PyTorch's.
+    """
+    return kernels("overlap").overlapping(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
 @functools.cache
 def kernels(op: str) -> Any:
     """The GPU schedules of an operation, `verl_tim.numerics.gpu.<op>`; imported when a GPU tensor first needs them.

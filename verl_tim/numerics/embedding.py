@@ -1,6 +1,7 @@
 """Token embedding: a row look-up, exact by nature, and its gradient.
 
-GPU schedule of the gradient: `gpu/embedding.py`, deterministic, rounded once. A CPU takes PyTorch's, deterministic too.
+GPU schedules: `gpu/row_lookup.py`, and of the gradient `gpu/embedding.py`, deterministic, rounded once. A CPU takes
+PyTorch's, deterministic too.
 """
 
 from __future__ import annotations
@@ -38,6 +39,13 @@ def embedding(token_T: Tensor, weight_VD: Tensor, padding_idx: int | None = None
     if on_gpu(weight_VD):
         return _Embedding.apply(token_T, weight_VD, padding_idx)
     return F.embedding(token_T, weight_VD, padding_idx)
+
+
+def embedding_inference(token_T: Tensor, weight_VD: Tensor) -> Tensor:
+    """`embedding` without autograd."""
+    if on_gpu(weight_VD):
+        return kernels("row_lookup").take(weight_VD, token_T)
+    return F.embedding(token_T, weight_VD)
 
 
 def embedding_reference(token_T: Tensor, weight_VD: Tensor) -> Tensor:

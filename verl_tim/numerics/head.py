@@ -3,13 +3,14 @@
 Rule: logits = hidden W^T with float32 accumulation and no rounding to the operand dtype; z = logits / temperature in
 float32; log-sum-exp over vocabulary tiles of `VOCAB_TILE` columns, each with its own maximum and sum, merged in
 ascending order; log-prob = (z[token] - max) - log(sum). Padding columns are -inf and contribute exact zeros.
-On a GPU the tile is `gpu/head.py`'s, sums inside it are pairwise, and logits never leave the kernel.
+On a GPU the tile is `gpu/vocabulary_tile.TILE`, and sums inside it and over tiles are pairwise (`gpu/head.py`).
 Free: rows per call. The trainer works in row chunks and recomputes them in backward, so that no [tokens, vocab] tensor
 outlives a chunk.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -70,8 +71,8 @@ def _tiles(z_TP: Tensor) -> list[Tensor]:
     return parts
 
 
-def log_sum_exp(z_TP: Tensor) -> LogSumExp:
-    """Contract log-sum-exp of float32 [T, P], P a multiple of `COLUMN_FLOOR`; every tile holds a finite value."""
+def tile_parts(z_TP: Tensor) -> tuple[Tensor, Tensor]:
+    """Maximum and sum of exp(z - maximum) of each tile, float32 [T, tiles] each; columns start at a tile's border."""
     maxima, sums = [], []
     for part in _tiles(z_TP):
         tile_max = part.amax(-1)
@@ -79,7 +80,11 @@ def log_sum_exp(z_TP: Tensor) -> LogSumExp:
         shift = torch.where(tile_max == -torch.inf, 0.0, tile_max)
         maxima.append(tile_max)
         sums.append((part - shift[..., None]).exp_().sum(-1))
-    tile_max, tile_sum = torch.cat(maxima, 1), torch.cat(sums, 1)
+    return torch.cat(maxima, 1), torch.cat(sums, 1)
+
+
+def merge_tiles(tile_max: Tensor, tile_sum: Tensor) -> LogSumExp:
+    """Tiles' parts [T, tiles] in ascending order."""
     maximum, total = tile_max[:, 0], tile_sum[:, 0]
     for j in range(1, tile_max.shape[1]):
         merged = torch.maximum(maximum, tile_max[:, j])
@@ -87,6 +92,11 @@ def log_sum_exp(z_TP: Tensor) -> LogSumExp:
         total = total * torch.exp(maximum - safe) + tile_sum[:, j] * torch.exp(tile_max[:, j] - safe)
         maximum = merged
     return LogSumExp(maximum, total.log())
+
+
+def log_sum_exp(z_TP: Tensor) -> LogSumExp:
+    """Contract log-sum-exp of float32 [T, P], P a multiple of `COLUMN_FLOOR`; every tile holds a finite value."""
+    return merge_tiles(*tile_parts(z_TP))
 
 
 def scale_by_temperature(logits_TP: Tensor, temperature_T: Tensor) -> Tensor:
@@ -97,14 +107,23 @@ def scale_by_temperature(logits_TP: Tensor, temperature_T: Tensor) -> Tensor:
     return logits_TP / divisor[:, None]
 
 
-def _entropy(z_TP: Tensor, lse: LogSumExp, vocab_size: int) -> Tensor:
-    """Entropy in nats, [T]: log_sum - sum p * (z - max), tile by tile; deterministic, row by row."""
-    shifted = z_TP[:, :vocab_size] - lse.max_T[:, None]
+def entropy_tiles(z_TV: Tensor, lse: LogSumExp) -> list[Tensor]:
+    """Sum of p * (z - max) over each tile, [T] each; columns start at a tile's border and hold no padding."""
+    shifted = z_TV - lse.max_T[:, None]
     weighted = torch.exp(shifted - lse.log_sum_T[:, None]).mul_(shifted)
+    return [weighted[:, start : start + VOCAB_TILE].sum(-1) for start in range(0, z_TV.shape[1], VOCAB_TILE)]
+
+
+def entropy_of(tiles: Iterable[Tensor], lse: LogSumExp) -> Tensor:
+    """Entropy in nats, [T]: log_sum - sum p * (z - max), tile by tile in ascending order."""
     total = torch.zeros_like(lse.max_T)
-    for start in range(0, vocab_size, VOCAB_TILE):
-        total = total + weighted[:, start : start + VOCAB_TILE].sum(-1)
+    for tile_T in tiles:
+        total = total + tile_T
     return lse.log_sum_T - total
+
+
+def _entropy(z_TP: Tensor, lse: LogSumExp, vocab_size: int) -> Tensor:
+    return entropy_of(entropy_tiles(z_TP[:, :vocab_size], lse), lse)
 
 
 def log_probs_from(z_TP: Tensor, token_T: Tensor, lse: LogSumExp) -> Tensor:

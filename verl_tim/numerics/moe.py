@@ -18,6 +18,7 @@ from verl_tim.numerics.activation import swiglu_backward, swiglu_inference
 from verl_tim.numerics.contract import COLUMN_FLOOR, ContractError, exact_region, kernels, on_gpu, pad_dim0
 from verl_tim.numerics.grouped_linear import Dispatch, dispatch, grouped_matmul, grouped_weight_grad
 from verl_tim.numerics.linear import linear, linear_reference, matmul_rows
+from verl_tim.numerics.shards import ONE, Shards
 
 
 class Routes(NamedTuple):
@@ -64,14 +65,23 @@ def router(x_TD: Tensor, weight_ED: Tensor, top_k: int, normalise: bool) -> Rout
 
 
 def _experts_forward(
-    x_TD: Tensor, plan: Dispatch, gate_up_EPD: Tensor, down_EPI: Tensor, inner: int, dtype: torch.dtype
+    x_TD: Tensor,
+    plan: Dispatch,
+    gate_up_EPD: Tensor,
+    down_EPI: Tensor,
+    inner: int,
+    dtype: torch.dtype,
+    shards: Shards = ONE,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(gate [R, I], up [R, I], y [R, D]) in the operand dtype, R the dispatched rows (padding included)."""
+    """(gate [R, I], up [R, I], y [R, D]) in the operand dtype, R the dispatched rows (padding included).
+
+    With shards, gate and up have this rank's `inner` columns, and y its share of D.
+    """
     x_RD = plan.gather(x_TD.to(torch.float32))
     gate_up = grouped_matmul(x_RD, gate_up_EPD, plan)[:, : 2 * inner].to(dtype)
     gate, up = gate_up[:, :inner], gate_up[:, inner:]
-    h = swiglu_inference(gate, up)
-    y = grouped_matmul(h.to(torch.float32), down_EPI, plan)[:, : x_TD.shape[1]].to(dtype)
+    h = shards.columns(swiglu_inference(gate, up))
+    y = grouped_matmul(h.to(torch.float32), down_EPI, plan)[:, : x_TD.shape[1] // shards.size].to(dtype)
     return gate, up, y
 
 
@@ -92,21 +102,29 @@ def router_inference(x_TD: Tensor, router_PD: Tensor, num_experts: int, top_k: i
 
 
 def experts_inference(
-    x_TD: Tensor, routes: Routes, gate_up_EPD: Tensor, down_EPI: Tensor, inner: int
-) -> Tensor:  # fmt: skip
-    """`experts` on weights prepared as by `PreparedLinear`, without autograd."""
+    x_TD: Tensor, routes: Routes, gate_up_EPD: Tensor, down_EPI: Tensor, inner: int, shards: Shards = ONE
+) -> Tensor:
+    """`experts` on weights prepared as by `PreparedLinear`, without autograd.
+
+    With shards the weights are this rank's rows of each expert (`inner` of gate and of up, a share of D of down), and
+    the result is gathered: [T, D] on every rank.
+    """
     if on_gpu(x_TD):
-        return kernels("moe").experts(x_TD, routes.expert_TK, routes.weight_TK, gate_up_EPD, down_EPI)
+        y_TD = kernels("moe").experts(
+            x_TD, routes.expert_TK, routes.weight_TK, gate_up_EPD, down_EPI, shards=shards
+        )  # fmt: skip
+        return shards.columns(y_TD)
     plan = dispatch(routes.expert_TK, gate_up_EPD.shape[0])
-    _, _, y = _experts_forward(x_TD, plan, gate_up_EPD, down_EPI, inner, x_TD.dtype)
-    return combine(y, plan, routes.weight_TK, x_TD.dtype)
+    _, _, y = _experts_forward(x_TD, plan, gate_up_EPD, down_EPI, inner, x_TD.dtype, shards)
+    return shards.columns(combine(y, plan, routes.weight_TK, x_TD.dtype))
 
 
 def moe_inference(
     x_TD: Tensor, router_PD: Tensor, num_experts: int, gate_up_EPD: Tensor, down_EPI: Tensor, inner: int, top_k: int,
-    normalise: bool, chosen: list[Tensor] | None = None,
+    normalise: bool,
 ) -> Tensor:  # fmt: skip
-    """Whole block on weights prepared as by `PreparedLinear`, without autograd. x in the operand dtype."""
+    """Router and experts on one rank, on weights prepared as by `PreparedLinear`, without autograd, as the probe runs
+    them. x in the operand dtype."""
     routes = router_inference(x_TD, router_PD, num_experts, top_k, normalise)
     return experts_inference(x_TD, routes, gate_up_EPD, down_EPI, inner)
 

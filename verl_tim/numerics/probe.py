@@ -27,6 +27,7 @@ from verl_tim.numerics.attention import (
 from verl_tim.numerics.contract import (
     COLUMN_FLOOR,
     KEY_BLOCK,
+    VOCAB_TILE,
     ContractError,
     ceil_to,
     check_process,
@@ -35,13 +36,14 @@ from verl_tim.numerics.contract import (
     kernels,
 )
 from verl_tim.numerics.grouped_linear import Dispatch, dispatch, grouped_matmul
-from verl_tim.numerics.head import head_logits, log_probs_of, token_log_probs
+from verl_tim.numerics.head import head_logits, log_probs_of, tile_parts, token_log_probs
 from verl_tim.numerics.linear import matmul_rows, row_blocks, use_row_blocks
 from verl_tim.numerics.moe import moe_inference, route_logits
 from verl_tim.numerics.norm import rms_norm_inference
 from verl_tim.numerics.paging import PagedBatch
 from verl_tim.numerics.rope import RopeTable, apply_rope
 from verl_tim.numerics.sampling import SamplingTensors, gumbel_noise, sample
+from verl_tim.numerics.shards import Shards, VocabularyPart
 
 _ROWS = 136
 _ROW_COUNTS = (1, 2, 3, 5, 8, 9, 24, 40, 67, 130)
@@ -51,7 +53,7 @@ _LARGE_WEIGHT = 1 << 22  # elements; larger weights are probed at fewer row coun
 @dataclass(frozen=True)
 class ProbeShapes:
     """What a model uses. linears: (fused output sizes, inputs) of each distinct linear; moe: (experts, top_k, inner
-    size) or None; widths: last dimensions that RMSNorm reduces over."""
+    size) or None; widths: last dimensions that RMSNorm reduces over; ranks: that share the outputs of every linear."""
 
     linears: tuple[tuple[tuple[int, ...], int], ...]
     hidden_size: int
@@ -62,6 +64,7 @@ class ProbeShapes:
     widths: tuple[int, ...]
     intermediate_size: int
     moe: tuple[int, int, int] | None = None
+    ranks: int = 1
 
 
 @dataclass
@@ -136,6 +139,30 @@ class _Probe:
                 alone[:part] = weight[start : start + part]
                 self.expect(name, matmul_rows(x, alone)[:, :part], want[:, start : start + part], "fused against alone")
                 start += part
+            self.shards_of_linear(name, parts, x, weight, want)
+
+    def shards_of_linear(self, name: str, parts: tuple[int, ...], x: Tensor, weight: Tensor, want: Tensor) -> None:
+        """A rank's rows of every part, fused as it holds them, against the same columns of the whole."""
+        for rank in self.split_ranks:
+            start, rows = 0, []
+            for part in parts:
+                share = part // self.shapes.ranks
+                rows.append(torch.arange(start + rank * share, start + (rank + 1) * share, device=self.device))
+                start += part
+            columns = torch.cat(rows)
+            own = torch.zeros(ceil_to(len(columns), COLUMN_FLOOR), weight.shape[1], device=self.device)
+            own[: len(columns)] = weight[columns]
+            for threads in self.report.threads:
+                with _threads(threads):
+                    for count in (x.shape[0], 9, 1):
+                        got = matmul_rows(x[:count], own)[:, : len(columns)]
+                        where = f"rank {rank} of {self.shapes.ranks}, {count} rows"
+                        self.expect(name, got, want[:count, columns], where)
+
+    @property
+    def split_ranks(self) -> tuple[int, ...]:
+        """Whose shares are compared: the first and the last, which may be the odd ones."""
+        return () if self.shapes.ranks == 1 else (0, self.shapes.ranks - 1)
 
     def elementwise(self) -> None:
         for width in self.shapes.widths:
@@ -172,6 +199,12 @@ class _Probe:
                 for page_size in (1, 16):
                     out = paged_attention(q[last], *_pages(k, v, lengths, page_size))
                     self.expect("attention", out, want[last], f"decode, pages of {page_size}")
+                for rank in self.split_ranks:
+                    heads, kv_heads = s.num_heads // s.ranks, s.num_kv_heads // s.ranks
+                    own, own_kv = (slice(rank * n, (rank + 1) * n) for n in (heads, kv_heads))
+                    pages = _pages(k[:, own_kv], v[:, own_kv], lengths, 16)
+                    out = paged_attention(q[last][:, own].contiguous(), *pages)
+                    self.expect("attention", out, want[last][:, own], f"heads of rank {rank} of {s.ranks}")
 
     def head(self) -> None:
         s = self.shapes
@@ -188,6 +221,7 @@ class _Probe:
                 logits = head_logits(hidden[5:6], weight)
                 got, _ = log_probs_of(logits, token[5:6], temperature[5:6])
                 self.expect("head", got, want[5:6], "one row alone")
+        self.shards_of_head(hidden, weight)
         logits = head_logits(hidden, weight)
         drawn = sample(logits, _sampling(rows, 0, self.device))
         one = sample(logits[5:6], _sampling(1, 5, self.device))
@@ -197,6 +231,43 @@ class _Probe:
         for columns in {s.vocab_size, min(s.vocab_size, 37)}:
             got = gumbel_noise(seed[1:2], seed[1:2], columns)
             self.expect("sampling", got, noise[1:2, :columns], f"noise of one row, {columns} columns")
+
+    def shards_of_head(self, hidden: Tensor, weight: Tensor) -> None:
+        """The tiles of a rank's part of the vocabulary against the same tiles of the whole."""
+        vocab = weight.shape[0]
+        want = torch.stack(tile_parts(head_logits(hidden, weight)), -1)
+        for rank in self.split_ranks:
+            part = VocabularyPart(Shards(rank, self.shapes.ranks), vocab, VOCAB_TILE)
+            if not part.width:
+                continue
+            first = part.first // VOCAB_TILE
+            for threads in self.report.threads:
+                with _threads(threads):
+                    got = torch.stack(tile_parts(head_logits(hidden, weight[part.rows])), -1)
+                    where = f"tiles of rank {rank} of {self.shapes.ranks}"
+                    self.expect("head", got, want[:, first : first + got.shape[1]], where)
+
+    def shards_of_moe(self, gate_up: Tensor, down: Tensor, rows: Tensor, plan: Dispatch) -> None:
+        """A rank's rows of every expert against the same columns of the whole."""
+        assert self.shapes.moe is not None
+        inner, hidden = self.shapes.moe[2], self.shapes.hidden_size
+        h = self.random(plan.num_rows, inner).to(torch.float32)
+        for rank in self.split_ranks:
+            n, d = inner // self.shapes.ranks, hidden // self.shapes.ranks
+            gate = torch.arange(rank * n, (rank + 1) * n, device=self.device)
+            for op, x, weight, columns in (
+                ("gate and up", rows, gate_up, torch.cat([gate, gate + inner])),
+                ("down", h, down, torch.arange(rank * d, (rank + 1) * d, device=self.device)),
+            ):
+                own = torch.zeros(
+                    weight.shape[0], ceil_to(len(columns), COLUMN_FLOOR), weight.shape[2], device=self.device
+                )
+                own[:, : len(columns)] = weight[:, columns]
+                want = grouped_matmul(x, weight, plan)[:, columns]
+                for threads in self.report.threads:
+                    with _threads(threads):
+                        got = grouped_matmul(x, own, plan)[:, : len(columns)]
+                        self.expect("grouped_linear", got, want, f"{op} of rank {rank} of {self.shapes.ranks}")
 
     def moe(self) -> None:
         if self.shapes.moe is None:
@@ -226,6 +297,9 @@ class _Probe:
             with _threads(threads):
                 got, want = grouped_matmul(rows, gate_up, batched), grouped_matmul(rows, gate_up, single)
                 self.expect("grouped_linear", got, want, "batched against one expert at a time")
+        if self.shapes.ranks > 1:
+            for kind in (batched, single):
+                self.shards_of_moe(gate_up, down, rows, kind)
 
 
 def swiglu_of_halves(x: Tensor) -> Tensor:

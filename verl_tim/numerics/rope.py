@@ -47,6 +47,9 @@ class RopeTable:
             )
         if limit > self._cos.shape[0]:
             self._grow(ceil_to(max(limit, 2 * self._cos.shape[0]), _GROWTH))
+        if on_gpu(position_T):
+            take = kernels("row_lookup").take
+            return take(self._cos, position_T), take(self._sin, position_T)
         return self._cos.index_select(0, position_T), self._sin.index_select(0, position_T)
 
     def _grow(self, size: int) -> None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +22,7 @@ from torch import Tensor
 from verl_tim.numerics.contract import ContractError, kernels, on_gpu
 from verl_tim.numerics.head import LogSumExp, log_probs_from, log_sum_exp, mask_padding, scale_by_temperature
 from verl_tim.numerics.linear import matmul_rows
+from verl_tim.numerics.shards import VocabularyPart
 
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
@@ -77,9 +77,12 @@ def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Te
     return c0, c1, c2, c3
 
 
-def gumbel_noise(seed_B: Tensor, position_B: Tensor, vocab_size: int) -> Tensor:
-    """Standard Gumbel noise [B, vocab_size], float32, a function of (seed, position, token id) alone."""
-    quads = torch.arange(-(-vocab_size // 4), device=seed_B.device)[None]
+def gumbel_noise(seed_B: Tensor, position_B: Tensor, vocab_size: int, *, first: int = 0) -> Tensor:
+    """Standard Gumbel noise [B, vocab_size], float32, a function of (seed, position, token id) alone.
+
+    `first`: id of the first column, a multiple of 4.
+    """
+    quads = first // 4 + torch.arange(-(-vocab_size // 4), device=seed_B.device)[None]
     zero = torch.zeros((), dtype=torch.int64, device=seed_B.device)
     position, seed = position_B[:, None], seed_B[:, None]
     words = philox(
@@ -111,7 +114,7 @@ def _cut(z_RP: Tensor, lse: LogSumExp, params: SamplingTensors, row_R: Tensor) -
     return torch.zeros_like(keep).scatter_(1, order, keep), kept_mass
 
 
-def _cutting_rows(params: SamplingTensors) -> Tensor:
+def cutting_rows(params: SamplingTensors) -> Tensor:
     """int64 [R]: rows that cut anything and are not greedy."""
     cuts = (params.top_k_B >= 0) | (params.top_p_B < 1.0) | (params.min_p_B > 0.0)
     return (cuts & (params.temperature_B != 0.0)).nonzero()[:, 0]
@@ -132,7 +135,7 @@ def sample(logits_TV: Tensor, params: SamplingTensors) -> Sampled:
     kept_mass_B = torch.ones_like(params.temperature_B)
     choice = z
     greedy = params.temperature_B == 0.0
-    rows = _cutting_rows(params)
+    rows = cutting_rows(params)
     if rows.numel():
         keep, mass = _cut(z[rows], LogSumExp(lse.max_T[rows], lse.log_sum_T[rows]), params, rows)
         choice = z.clone()
@@ -160,7 +163,7 @@ def draw(
     check parameters there would wait for it (the engine checks each request's when it is added).
     """
     if on_gpu(hidden_BD):
-        return _draw_on_gpu(hidden_BD, head_PD, params, cut_R)
+        return draw_on_gpu(hidden_BD, head_PD, params, cut_R)
     logits_BP = mask_padding(matmul_rows(hidden_BD.to(torch.float32), head_PD), vocab_size)
     broken_B = ~torch.isfinite(logits_BP.amax(dim=-1))
     if not bool(broken_B.any()):
@@ -170,29 +173,39 @@ def draw(
     return drawn
 
 
-def _draw_on_gpu(hidden_BD: Tensor, head_VD: Tensor, params: SamplingTensors, cut_R: Tensor | None) -> Sampled:
+def draw_on_gpu(
+    hidden_BD: Tensor,
+    head_VD: Tensor,
+    params: SamplingTensors,
+    cut_R: Tensor | None,
+    part: VocabularyPart | None = None,
+) -> Sampled:
+    """`draw` by the GPU's schedules; with `part`, `head_VD` holds its rows only and all ranks call this together."""
     if cut_R is None:
-        cut_R = _cutting_rows(params)
+        cut_R = cutting_rows(params)
     if cut_R.shape[0] == hidden_BD.shape[0]:
-        everywhere = _cut_on_gpu(hidden_BD, head_VD, params)
-        token_B, log_prob_B, kept_mass_B, top1_B = everywhere
-    else:
-        drawn = kernels("head").sample(hidden_BD, head_VD, params.temperature_B, params.seed_B, params.position_B)
-        token_B, log_prob_B, top1_B = drawn.token_T, drawn.log_prob_T, drawn.top1_T
-        kept_mass_B = torch.ones_like(log_prob_B)
-        if cut_R.shape[0]:
-            redrawn = _cut_on_gpu(hidden_BD[cut_R], head_VD, params.rows(cut_R))
-            token_B[cut_R], log_prob_B[cut_R] = redrawn.token_R, redrawn.log_prob_R
-            kept_mass_B[cut_R] = redrawn.kept_mass_R
-    usable_B = torch.isfinite(log_prob_B)
-    return Sampled(token_B * usable_B, log_prob_B.masked_fill(~usable_B, torch.nan), kept_mass_B, top1_B)
+        return _cut_on_gpu(hidden_BD, head_VD, params, part)
+    drawn = kernels("head").sample(
+        hidden_BD, head_VD, params.temperature_B, params.seed_B, params.position_B, part=part
+    )
+    sampled = Sampled(drawn.token_T, drawn.log_prob_T, torch.ones_like(drawn.log_prob_T), drawn.top1_T)
+    if cut_R.shape[0]:
+        redrawn = _cut_on_gpu(hidden_BD[cut_R], head_VD, params.rows(cut_R), part)
+        sampled.token_B[cut_R], sampled.log_prob_B[cut_R] = redrawn.token_B, redrawn.log_prob_B
+        sampled.kept_mass_B[cut_R] = redrawn.kept_mass_B
+    return sampled
 
 
-def _cut_on_gpu(hidden_RD: Tensor, head_VD: Tensor, params: SamplingTensors) -> Any:
-    """`gpu.sampling.CutDraw` of rows that all cut."""
+def _cut_on_gpu(hidden_RD: Tensor, head_VD: Tensor, params: SamplingTensors, part: VocabularyPart | None) -> Sampled:
+    """Draws of rows that all cut; token 0 and NaN where a row has no usable logits."""
     gpu = kernels("sampling")
     cuts = gpu.Cuts(params.top_k_B, params.top_p_B, params.min_p_B)
-    return gpu.sample_with_cuts(hidden_RD, head_VD, params.temperature_B, cuts, params.seed_B, params.position_B)
+    drawn = gpu.sample_with_cuts(
+        hidden_RD, head_VD, params.temperature_B, cuts, params.seed_B, params.position_B, part=part
+    )
+    usable_R = torch.isfinite(drawn.log_prob_R)
+    log_prob_R = drawn.log_prob_R.masked_fill(~usable_R, torch.nan)
+    return Sampled(drawn.token_R * usable_R, log_prob_R, drawn.kept_mass_R, drawn.top1_R)
 
 
 def sample_reference(logits_P: Tensor, params: SamplingTensors, row: int) -> int:

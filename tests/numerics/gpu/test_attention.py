@@ -19,13 +19,13 @@ CASES = [([3, 70, CHUNK_KEYS + 88], 4, 2, 16), ([1, 65], 3, 3, 80), ([130], 8, 1
 @pytest.mark.parametrize(("lengths", "heads", "num_kv_heads", "dim"), CASES)
 def test_packed(lengths, heads, num_kv_heads, dim):
     case = Packed(lengths, heads, num_kv_heads, dim)
-    out, lse = attention.varlen_forward(case.q, case.k, case.v, case.cu_seqlens, max(lengths))
+    out, lse = attention.varlen_forward(case.q, case.k, case.v, case.cu_seqlens)
     expected, sums = reference(case.q, case.k, case.v, lengths)
     torch.testing.assert_close(out[: case.rows].double(), expected, atol=2e-2, rtol=2e-2)
     torch.testing.assert_close(lse[:, : case.rows].double(), sums, atol=5e-3, rtol=0)
     assert out[case.rows :].count_nonzero() == 0
     planned, _ = attention.varlen_forward(
-        case.q, case.k, case.v, case.cu_seqlens, max(lengths), plan=PackedPlan(lengths, device="cpu")
+        case.q, case.k, case.v, case.cu_seqlens, plan=PackedPlan(lengths, device="cpu")
     )
     assert torch.equal(planned, out)
 
@@ -76,9 +76,9 @@ def test_decode_split_or_not(num_slots, monkeypatch):
 @pytest.mark.parametrize(("lengths", "heads", "num_kv_heads", "dim"), CASES)
 def test_gradients(lengths, heads, num_kv_heads, dim):
     case = Packed(lengths, heads, num_kv_heads, dim, sharpness=1.0)
-    out, lse = attention.varlen_forward(case.q, case.k, case.v, case.cu_seqlens, max(lengths))
+    out, lse = attention.varlen_forward(case.q, case.k, case.v, case.cu_seqlens)
     grad = torch.randn_like(out)
-    grads = attention.varlen_backward(grad, case.q, case.k, case.v, out, lse, case.cu_seqlens, max(lengths))
+    grads = attention.varlen_backward(grad, case.q, case.k, case.v, out, lse, case.cu_seqlens)
     inputs = [x[: case.rows].double().requires_grad_() for x in (case.q, case.k, case.v)]
     reference(*inputs, lengths)[0].backward(grad[: case.rows].double())
     for mine, x in zip(grads, inputs, strict=True):
@@ -123,12 +123,12 @@ def test_decode_items_cover_every_chunk_once(contexts):
 def test_refusals():
     case = Packed([4], 4, 2, 16)
     with pytest.raises(ContractError, match=r"bfloat16 only"):
-        attention.varlen_forward(case.q.float(), case.k, case.v, case.cu_seqlens, 4)
+        attention.varlen_forward(case.q.float(), case.k, case.v, case.cu_seqlens)
     with pytest.raises(ContractError, match="not a multiple of 2 kv heads"):
-        attention.varlen_forward(case.q[:, :3], case.k, case.v, case.cu_seqlens, 4)
+        attention.varlen_forward(case.q[:, :3], case.k, case.v, case.cu_seqlens)
     wrong = [torch.zeros(4, 2, 20, dtype=torch.bfloat16)] * 3
     with pytest.raises(ContractError, match="head_dim 20"):
-        attention.varlen_forward(*wrong, case.cu_seqlens, 4)
+        attention.varlen_forward(*wrong, case.cu_seqlens)
     with pytest.raises(ContractError, match="at least one row"):
         PackedPlan([3, 0], device="cpu")
     rows, start, context = case.last_rows([1])

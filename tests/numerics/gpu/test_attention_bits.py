@@ -27,7 +27,7 @@ def trained(request):
     heads, num_kv_heads, dim = request.param
     case = Packed(LENGTHS, heads, num_kv_heads, dim, device="cuda")
     plan = PackedPlan(LENGTHS, device="cuda")
-    return case, *attention.varlen_forward(case.q, case.k, case.v, case.cu_seqlens, max(LENGTHS), plan=plan)
+    return case, *attention.varlen_forward(case.q, case.k, case.v, case.cu_seqlens, plan=plan)
 
 
 def test_value(trained):
@@ -58,7 +58,7 @@ def test_alone_equals_packed(trained):
     for s in (1, 4):
         part = slice(case.starts[s], case.starts[s + 1])
         cu_seqlens = torch.tensor([0, LENGTHS[s]], dtype=torch.int32, device="cuda")
-        alone, _ = attention.varlen_forward(case.q[part], case.k[part], case.v[part], cu_seqlens, LENGTHS[s])
+        alone, _ = attention.varlen_forward(case.q[part], case.k[part], case.v[part], cu_seqlens)
         assert _differing(alone, out[part]) == 0
 
 
@@ -134,7 +134,7 @@ def test_cuda_graph(trained):
 
 def test_long_context():
     case = Packed([16_400], 4, 2, 128, device="cuda", padding=0)
-    out, _ = attention.varlen_forward(case.q, case.k, case.v, case.cu_seqlens, 16_400)
+    out, _ = attention.varlen_forward(case.q, case.k, case.v, case.cu_seqlens)
     k_pages, v_pages, table = case.paged(16)
     positions = torch.tensor([2559, 2560, 8191, 16_383, 16_384, 16_399], device="cuda")
     start = torch.arange(7, dtype=torch.int32, device="cuda")
@@ -148,7 +148,7 @@ def test_gradients(trained):
     case, out, lse = trained
     plan = PackedPlan(LENGTHS, device="cuda")
     grad = torch.randn(case.q.shape, device="cuda").to(torch.bfloat16)
-    arguments = (grad, case.q, case.k, case.v, out, lse, case.cu_seqlens, max(LENGTHS))
+    arguments = (grad, case.q, case.k, case.v, out, lse, case.cu_seqlens)
     grads = attention.varlen_backward(*arguments, plan=plan)
     again = attention.varlen_backward(*arguments)
     inputs = [x[: case.rows].double().requires_grad_() for x in (case.q, case.k, case.v)]
@@ -165,7 +165,7 @@ def test_both_gradient_schedules_agree():
     if not attention_hopper.supports(case.q, case.k, case.v, paged=False):
         pytest.skip("not a Hopper GPU")
     plan = PackedPlan(LENGTHS, device="cuda")
-    out, lse = attention.varlen_forward(case.q, case.k, case.v, case.cu_seqlens, max(LENGTHS))
+    out, lse = attention.varlen_forward(case.q, case.k, case.v, case.cu_seqlens)
     grad = torch.randn(case.q.shape, device="cuda").to(torch.bfloat16)
     results = []
     for schedule in (attention_backward.backward, attention_backward_hopper.backward):

@@ -12,6 +12,7 @@ from .shapes import HEADS, LINEARS
 
 gemm = pytest.importorskip("verl_tim.numerics.gpu.gemm")
 cublaslt = pytest.importorskip("verl_tim.numerics.gpu.cublaslt")
+cancelling = pytest.importorskip("verl_tim.numerics.gpu.cancelling").cancelling
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROWS = (1, 2, 7, 8, 9, 16, 17, 32, 33, 64, 65, 128, 255, 256, 257, 512, 1000, 2048, 4096, 8192)
@@ -117,6 +118,8 @@ def test_every_schedule_has_the_bits_of_the_reference(name):
             first = (most - rows) // 2
             part = slice(first, first + rows)
             got = torch.full((rows, outputs), float("nan"), device="cuda")
+            if not schedule.serves(x[part], weight, None, got):
+                continue
             schedule.run(x[part], weight, None, got)
             assert same_bits(got, want[part]), f"{schedule.name}, {rows} rows"
             if outputs < 32768:
@@ -160,17 +163,6 @@ def test_every_algorithm_that_cublaslt_offers_has_the_bits():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [8, 64, 1024])
-def test_tuning_keeps_the_bits(rows):
-    weights = [torch.randn(2048, 6144, device="cuda").bfloat16() for _ in range(4)]
-    x = torch.randn(rows, 6144, device="cuda").bfloat16()
-    want = gemm.gemm(x, weights[0], out_dtype=torch.float32)
-    name = gemm.tune(rows, weights)
-    assert gemm._chosen[rows, 2048, 6144, x.device].name == name
-    assert same_bits(gemm.gemm(x, weights[0], out_dtype=torch.float32), want)
-
-
-@pytest.mark.gpu
 def test_global_settings_of_torch_are_left_alone():
     before = torch._C._get_blas_preferred_backend(), torch._C._get_cublas_allow_bf16_reduced_precision_reduction()
     x, weight, _ = _inputs(128, 2048, 6144, "cuda")
@@ -193,3 +185,92 @@ def test_runs_inside_a_cuda_graph():
         out.zero_()
         graph.replay()
         assert same_bits(out, want)
+
+
+def test_products_of_cancelling_operands_are_zero_and_tell_orders_apart():
+    x, weight = cancelling(5, 24, 96, DEVICE)
+    assert not (x.double() @ weight.double().t()).any()
+    terms_TNK = x.float()[:, None] * weight.float()[None]
+    in_order = torch.zeros(2, 5, 24, device=DEVICE)
+    for k in range(48):
+        in_order[0] += terms_TNK[..., k]
+        in_order[1] += terms_TNK[..., 48 + k]
+    halves = in_order[0] + in_order[1]
+    one = torch.zeros(5, 24, device=DEVICE)
+    for k in range(96):
+        one += terms_TNK[..., k]
+    assert (one != halves).float().mean() > 0.5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("outputs", [8, 24, 60, 72, 120, 200, 1000, 5120])
+@pytest.mark.parametrize("inner", [64, 768, 2048, 4096])
+def test_odd_sizes_have_the_order_of_the_reference(outputs, inner):
+    """Sizes that no tile divides: the library then offers algorithms that add two parts of K inside one program."""
+    for rows in (1, 3, 8, 17, 60, 64, 100, 700, 2049):
+        x, weight = cancelling(rows, outputs, inner, "cuda", seed=rows)
+        for dtype in (torch.float32, torch.bfloat16):
+            want = torch.empty(rows, outputs, dtype=dtype, device="cuda")
+            gemm.REFERENCE.run(x, weight, None, want)
+            for schedule in gemm.schedules(rows, outputs, inner):
+                got = torch.full_like(want, float("nan"))
+                if schedule.serves(x, weight, None, got):
+                    schedule.run(x, weight, None, got)
+                    assert same_bits(got, want), f"{schedule.name}, {rows} rows, {dtype}"
+
+
+@pytest.mark.gpu
+def test_an_algorithm_of_another_order_is_not_admitted(monkeypatch):
+    """The trial itself: against a reference that adds the two halves of K apart, every algorithm must fail."""
+    monkeypatch.setattr(cublaslt, "_admitted", {})
+    monkeypatch.setattr(cublaslt, "_plans", {})
+
+    def halves(x, weight, bias, out, **_options):
+        half = x.shape[1] // 2
+        parts = [torch.empty(out.shape, device=out.device) for _ in range(2)]
+        gemm.REFERENCE.run(x[:, :half], weight[:, :half], None, parts[0])
+        gemm.REFERENCE.run(x[:, half:], weight[:, half:], None, parts[1])
+        out.copy_(parts[0] + parts[1])
+
+    x, weight = cancelling(100, 2048, 2048, "cuda")
+    out = torch.empty(100, 2048, device="cuda")
+    with monkeypatch.context() as patch:
+        patch.setattr(cublaslt.few_rows, "run", halves)
+        assert not cublaslt.serves(x, weight, None, out)
+    cublaslt._admitted.clear()
+    cublaslt._plans.clear()
+    assert cublaslt.serves(x, weight, None, out)
+
+
+@pytest.mark.parametrize(("rows", "inner_size", "depth"), [(1, 40, 128), (5, 64, 256), (16, 33, 128)])
+def test_swiglu_in_the_product(rows, inner_size, depth):
+    """One kernel, or a product and then SwiGLU: the same bits, also where columns are no multiple of a block."""
+    few_rows = pytest.importorskip("verl_tim.numerics.gpu.few_rows")
+    activation = pytest.importorskip("verl_tim.numerics.gpu.activation")
+    x = randn(rows, depth, dtype=torch.bfloat16).to(DEVICE)
+    weight = randn(2 * inner_size, depth, dtype=torch.bfloat16, seed=1, scale=0.1).to(DEVICE)
+    both = torch.empty(rows, 2 * inner_size, dtype=torch.bfloat16, device=DEVICE)
+    gemm.REFERENCE.run(x, weight, None, both)
+    want = activation.swiglu(both[:, :inner_size], both[:, inner_size:])
+    got = few_rows.swiglu(x, weight)
+    assert got is not None
+    if DEVICE == "cuda":
+        assert same_bits(got, want)
+    else:  # the interpreter's matrix product orders by the shape of the block
+        assert (got.float() - want.float()).abs().max() <= 0.02 * want.float().abs().max()
+    assert few_rows.swiglu(x[:, : depth - 8], weight[:, : depth - 8]) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("inner_size", "depth"), [(6144, 2048), (12288, 4096), (3072, 1024), (1000, 768)])
+def test_swiglu_in_the_product_at_model_sizes(inner_size, depth):
+    from verl_tim.numerics.gpu import activation, few_rows
+
+    x, weight = cancelling(16, 2 * inner_size, depth, "cuda")
+    both = torch.empty(16, 2 * inner_size, dtype=torch.bfloat16, device="cuda")
+    gemm.REFERENCE.run(x, weight, None, both)
+    want = activation.swiglu(both[:, :inner_size], both[:, inner_size:])
+    for rows in (1, 3, 8, 16):
+        got = few_rows.swiglu(x[:rows], weight)
+        assert got is not None
+        assert same_bits(got, want[:rows]), f"{rows} rows"

@@ -3,6 +3,7 @@ only a planted error differs."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import pytest
@@ -60,6 +61,39 @@ def test_linears_and_experts_that_hold(checks):
     checks.experts()
     assert not checks.report.forbidden
     assert set(checks.report.comparisons) == {"linear(48, 48)", "linear(64, 48)", "experts"}
+
+
+def test_shares_of_split_weights_that_hold(monkeypatch):
+    shapes = dataclasses.replace(SHAPES, ranks=2, vocab_size=300)
+    whole, split = (
+        IntegerProbe(torch.device("cpu"), each, "chunk64", ProbeReport("chunk64", ()))
+        for each in (dataclasses.replace(shapes, ranks=1), shapes)
+    )
+    monkeypatch.setattr(probe, "_ROWS", 40)
+    for checks in (whole, split):
+        checks.linears()
+        checks.experts()
+        params = probe._sampling(torch.arange(3))
+        hidden, weight = checks.random(3, 48), checks.random(300, 48)
+        if checks is split:
+            checks.shards_of_head(hidden, weight, params, probe.draw(hidden, weight, 300, params))
+    assert not split.report.forbidden
+    for op in ("linear(48, 48)", "experts", "head"):
+        assert split.report.comparisons[op] > whole.report.comparisons.get(op, 0)
+
+
+def test_a_share_that_differs_drops_its_schedule(monkeypatch):
+    """The schedule holds for 48 outputs, and not for the 24 of a rank."""
+
+    def wrong_for_shares(x, weight, bias, out):
+        (_wrong if len(weight) == 24 else gemm.REFERENCE.run)(x, weight, bias, out)
+
+    planted = gemm.Schedule("planted", wrong_for_shares)
+    monkeypatch.setattr(gemm, "_candidates", lambda *_: [planted, gemm.REFERENCE])
+    shapes = dataclasses.replace(SHAPES, ranks=2)
+    checks = IntegerProbe(torch.device("cpu"), shapes, "chunk64", ProbeReport("chunk64", ()))
+    checks.linears()
+    assert checks.report.forbidden == ["linear(48, 48): planted"]
 
 
 def test_a_linear_schedule_that_differs_is_dropped(checks, monkeypatch):

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from verl_tim.numerics.gpu.operand import require_rows, require_shape
+from verl_tim.numerics.gpu.overlap import begin, launch
 
 _BLOCK = 1024
 
@@ -33,7 +34,8 @@ def silu_times_grad(grad, gate, up):
 
 
 @triton.jit
-def _forward(gate, up, out, columns, gate_stride, up_stride, out_stride, BLOCK: tl.constexpr):
+def _forward(gate, up, out, columns, gate_stride, up_stride, out_stride, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    begin(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = column < columns
@@ -66,7 +68,7 @@ def swiglu(gate_TI: Tensor, up_TI: Tensor, out: Tensor | None = None) -> Tensor:
     if rows:
         _forward[(rows, triton.cdiv(columns, _BLOCK))](
             gate_TI, up_TI, out_TI, columns, gate_TI.stride(0), up_TI.stride(0), out_TI.stride(0), BLOCK=_BLOCK,
-            num_warps=4, enable_fp_fusion=False,
+            num_warps=4, enable_fp_fusion=False, **launch(),
         )  # fmt: skip
     return out_TI
 

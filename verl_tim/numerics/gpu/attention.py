@@ -44,7 +44,7 @@ def _prefill(
 ) -> None:
     """The fastest schedule that serves these tensors; all give the same bits."""
     hopper = attention_hopper.supports(q_THD, k, v, paged=block_table_SM is not None)
-    rows = attention_hopper.ROWS if hopper else attention_prefill.prefill_config(q_THD.shape[2])["ROWS"]
+    rows = attention_hopper.ROWS if hopper else attention_prefill.prefill_config(q_THD.shape[2], q_THD.device)["ROWS"]
     tiles_N4 = plan.query_tiles(rows)
     if tiles_N4 is None:
         return
@@ -59,7 +59,6 @@ def varlen_forward(
     k_THD: Tensor,
     v_THD: Tensor,
     cu_seqlens_S1: Tensor,
-    max_seqlen: int,
     *,
     plan: PackedPlan | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -68,7 +67,7 @@ def varlen_forward(
     Args:
         q_THD: bfloat16 [T, heads, D]; k_THD, v_THD: [T, kv heads, D], rotated; rows and heads may be strided.
             Rows of no sequence must be finite.
-        cu_seqlens_S1: int32 [S + 1]. max_seqlen: longest sequence (not needed by this schedule).
+        cu_seqlens_S1: int32 [S + 1].
         plan: of the same sequences; shared by all layers. Built on the device when absent.
 
     Returns:
@@ -93,7 +92,6 @@ def varlen_backward(
     out_THD: Tensor,
     lse_HT: Tensor,
     cu_seqlens_S1: Tensor,
-    max_seqlen: int,
     *,
     plan: PackedPlan | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -152,7 +150,12 @@ def paged_forward(
         out = torch.zeros(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
     if plan is None:
         plan = PagedPlan(
-            query_start_S1, context_len_S, num_kv_heads=num_kv_heads, num_rows=rows, max_query_len=max_query_len
+            query_start_S1,
+            context_len_S,
+            num_kv_heads=num_kv_heads,
+            num_rows=rows,
+            max_query_len=max_query_len,
+            max_context_len=max_context_len,
         )
     _prefill(q_THD, k_pages_PSHD, v_pages_PSHD, out, None, plan, block_table_SM)
     if plan.decode is not None:

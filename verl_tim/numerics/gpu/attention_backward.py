@@ -7,11 +7,12 @@ fixed, but not part of the contract.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
-from torch import Tensor, empty
+from torch import Tensor
 
-from verl_tim.numerics.gpu.attention_plan import PackedPlan
+from verl_tim.numerics.gpu.attention_plan import PackedPlan, shared_bytes
 
 
 @triton.jit
@@ -199,8 +200,13 @@ def _query_gradients(
     tl.store(dq_at, (dq * scale).to(dq_ptr.dtype.element_ty), mask=mask)
 
 
-def backward_config(head_dim: int) -> dict[str, dict[str, int]]:
+def backward_config(head_dim: int, device: torch.device) -> dict[str, dict[str, int]]:
     """Tiles and launch options of the two kernels."""
+    if head_dim > 128 and shared_bytes(device) < 116 << 10:
+        return {
+            "keys": {"KEYS": 32, "QUERIES": 32, "STAGES": 1, "num_warps": 4},
+            "queries": {"QUERIES": 32, "KEYS": 32, "STAGES": 2, "num_warps": 4},
+        }
     if head_dim > 128:
         return {
             "keys": {"KEYS": 64, "QUERIES": 32, "STAGES": 1, "num_warps": 8},
@@ -230,10 +236,10 @@ def backward(
     """
     rows, heads, dim = q_THD.shape
     num_kv_heads = k_THD.shape[1]
-    options = config or backward_config(dim)
+    options = config or backward_config(dim, q_THD.device)
     padded = max(16, triton.next_power_of_2(dim))
     dq, dk, dv = grads
-    delta_HT = empty(lse_HT.shape, dtype=lse_HT.dtype, device=lse_HT.device)
+    delta_HT = torch.empty(lse_HT.shape, dtype=lse_HT.dtype, device=lse_HT.device)
     lse_HT = lse_HT.contiguous()
     _row_dots[(triton.cdiv(rows, 32), heads)](
         out_THD,

@@ -18,6 +18,7 @@ from verl_tim.numerics.gpu.attention_block import (
 )
 from verl_tim.numerics.gpu.attention_keys import key_pages, key_rows, load_block
 from verl_tim.numerics.gpu.attention_plan import DecodePlan
+from verl_tim.numerics.gpu.overlap import begin, launch
 
 
 @triton.jit
@@ -79,8 +80,10 @@ def _walk_chunks(
     BLOCK: tl.constexpr,
     CHUNK_BLOCKS: tl.constexpr,
     STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """State layout, float32: acc [slots, heads, D], then peak [slots, heads], then total [slots, heads]."""
+    begin(OVERLAP)
     item = items_ptr + tl.program_id(1).to(tl.int64) * 8
     chunks = tl.load(item + 2)
     if chunks == 0:
@@ -165,9 +168,12 @@ def scratch_elements(num_slots: int, heads: int, head_dim: int) -> int:
     return num_slots * heads * (head_dim + 2)
 
 
-def decode_config(head_dim: int) -> dict[str, int]:
-    """Launch options: free, they change no bit. Deeper pipelines where their shared memory costs no occupancy."""
-    return {"STAGES": 4 if head_dim <= 64 else 3 if head_dim <= 128 else 2, "num_warps": 4}
+def decode_config(head_dim: int, stages: int) -> dict[str, int]:
+    """Launch options: free, they change no bit. Deeper pipelines where their shared memory costs no occupancy.
+
+    stages: the plan's choice, which counts for head_dim 65 to 128.
+    """
+    return {"STAGES": 4 if head_dim <= 64 else stages if head_dim <= 128 else 2, "num_warps": 4}
 
 
 def decode(
@@ -178,7 +184,6 @@ def decode(
     out_THD: Tensor,
     plan: DecodePlan,
     scratch: Tensor,
-    config: dict[str, int] | None = None,
 ) -> None:
     """Attention of every sequence with one query row, into out. Other rows of `out` are left alone.
 
@@ -188,7 +193,6 @@ def decode(
     num_kv_heads = k_pages_PSHD.shape[2]
     group = heads // num_kv_heads
     padded = max(16, triton.next_power_of_2(dim))
-    options = config or decode_config(dim)
     _walk_chunks[(num_kv_heads, plan.items_W8.shape[0])](
         q_THD,
         k_pages_PSHD,
@@ -213,5 +217,6 @@ def decode(
         PAGE=k_pages_PSHD.shape[1],
         BLOCK=KEY_BLOCK,
         CHUNK_BLOCKS=CHUNK_KEYS // KEY_BLOCK,
-        **options,
+        **decode_config(dim, plan.stages),
+        **launch(),
     )

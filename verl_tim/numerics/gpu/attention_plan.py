@@ -13,13 +13,16 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime import driver
 
 from verl_tim.numerics.contract import ContractError
 from verl_tim.numerics.gpu.attention_block import CHUNK
+from verl_tim.numerics.gpu.overlap import begin, launch
 
 STATE_SLOTS = 2048
 """Chunk states that fit in the scratch of a decode; sequences beyond it are walked by one program each."""
-_WAVES = 8  # decode programs wanted, in multiples of the multiprocessors
+_MANY_PROGRAMS = 256  # (sequence, kv head) pairs that fill the device without splitting
+_LONG_CONTEXT = 1024  # keys
 
 
 def tile_list(start_S: Tensor, length_S: Tensor, position_S: Tensor, extra_S: Tensor, rows: int, bound: int) -> Tensor:
@@ -120,7 +123,9 @@ def _plan_decode(
     num_slots,
     SEQUENCES: tl.constexpr,
     ITEMS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    begin(OVERLAP)
     seq = tl.arange(0, SEQUENCES)
     inside = seq < num_sequences
     start = tl.load(query_start_ptr + seq, mask=inside, other=0)
@@ -159,6 +164,25 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
+def _shape_of_work(pairs: int, max_context: int) -> tuple[int, int]:
+    """(programs wanted, in multiples of the multiprocessors; loads in flight per program), as measured on an H200.
+
+    Many pairs of sequence and kv head need no splitting; few long ones want more programs at a time, which fewer loads
+    in flight leave room for.
+    """
+    if pairs >= _MANY_PROGRAMS:
+        return 4, 3
+    return (16, 2) if max_context > _LONG_CONTEXT else (8, 3)
+
+
+@cache
+def shared_bytes(device: torch.device) -> int:
+    """Shared memory that one program may take; that of an H100 in the interpreter."""
+    if device.type != "cuda":
+        return 227 << 10
+    return int(driver.active.utils.get_device_properties(device.index or 0)["max_shared_mem"])
+
+
 class DecodePlan:
     """Work of the sequences with one query row. Lives on the device; `refresh` is one small kernel.
 
@@ -170,6 +194,10 @@ class DecodePlan:
             length, query row, items of the sequence, unused). Chunks 0: an empty item.
         arrived: int32, zeros between calls: finished items per sequence and kv head.
         num_slots: state slots of the scratch.
+        stages: loads in flight per program.
+
+    Args:
+        max_context: bound on the context lengths.
     """
 
     def __init__(
@@ -179,11 +207,13 @@ class DecodePlan:
         device: torch.device | str,
         num_slots: int = STATE_SLOTS,
         target_items: int | None = None,
+        max_context: int = 1 << 30,
     ) -> None:
         device = torch.device(device)
         self.num_sequences = num_sequences
         self.num_slots = num_slots
-        self._target = target_items or max(1, _WAVES * multiprocessors(device) // num_kv_heads)
+        waves, self.stages = _shape_of_work(num_sequences * num_kv_heads, max_context)
+        self._target = target_items or max(1, waves * multiprocessors(device) // num_kv_heads)
         self.items_W8 = torch.empty(num_sequences + self._target, 8, dtype=torch.int32, device=device)
         self.arrived = torch.zeros(num_sequences * num_kv_heads, dtype=torch.int32, device=device)
 
@@ -205,6 +235,7 @@ class DecodePlan:
             self.num_slots,
             SEQUENCES=triton.next_power_of_2(self.num_sequences),
             ITEMS=triton.next_power_of_2(items),
+            **launch(),
         )
 
 
@@ -217,6 +248,7 @@ class PagedPlan:
         query_lens, context_lens: the same on the host, where known: an exact list of tiles. Otherwise the list is
             built on the device with room for `num_rows` rows.
         max_query_len: 1 promises a step of decodes only.
+        max_context_len: bound on the context lengths.
     """
 
     def __init__(
@@ -227,6 +259,7 @@ class PagedPlan:
         num_kv_heads: int,
         num_rows: int,
         max_query_len: int,
+        max_context_len: int = 1 << 30,
         query_lens: Sequence[int] | None = None,
         context_lens: Sequence[int] | None = None,
     ) -> None:
@@ -239,7 +272,7 @@ class PagedPlan:
         self._tiles: dict[int, Tensor | None] = {}
         self.decode: DecodePlan | None = None
         if self._lens is None or min(self._lens[0]) == 1:
-            self.decode = DecodePlan(context_len_S.shape[0], num_kv_heads, self._device)
+            self.decode = DecodePlan(context_len_S.shape[0], num_kv_heads, self._device, max_context=max_context_len)
             self.decode.refresh(query_start_S1, context_len_S)
 
     def query_tiles(self, rows: int) -> Tensor | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -16,6 +17,7 @@ from verl_tim.numerics.gpu.attention_block import (
     merge_chunk,
 )
 from verl_tim.numerics.gpu.attention_keys import key_pages, key_rows, load_block
+from verl_tim.numerics.gpu.attention_plan import shared_bytes
 
 
 @triton.jit
@@ -116,10 +118,10 @@ def _prefill(
         tl.store(lse_at, log_sum_exp(merged_peak, merged_total), mask=row < live)
 
 
-def prefill_config(head_dim: int) -> dict[str, int]:
+def prefill_config(head_dim: int, device: torch.device) -> dict[str, int]:
     """Rows of a query tile and launch options: free, they change no bit."""
     if head_dim > 128:
-        return {"ROWS": 64, "STAGES": 2, "num_warps": 8}
+        return {"ROWS": 64 if shared_bytes(device) > 110 << 10 else 32, "STAGES": 2, "num_warps": 8}
     return {"ROWS": 128, "STAGES": 3, "num_warps": 8}
 
 
@@ -142,7 +144,7 @@ def prefill(
             configuration's ROWS, 0 for an empty tile.
     """
     heads, dim = q_THD.shape[1:]
-    options = config or prefill_config(dim)
+    options = config or prefill_config(dim, q_THD.device)
     paged = block_table_SM is not None
     _prefill[(heads, tiles_N4.shape[0])](
         q_THD,

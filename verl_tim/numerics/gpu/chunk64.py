@@ -28,7 +28,8 @@ def paged(q_THD: Tensor, k_pages_PSHD: Tensor, v_pages_PSHD: Tensor, batch: Page
     if layout.plan is None:
         layout.plan = PagedPlan(
             layout.query_start_S1, layout.context_len_S, num_kv_heads=k_pages_PSHD.shape[2], num_rows=q_THD.shape[0],
-            max_query_len=batch.max_query, query_lens=layout.query_lens, context_lens=layout.context_lens,
+            max_query_len=batch.max_query, max_context_len=batch.max_context,
+            query_lens=layout.query_lens, context_lens=layout.context_lens,
         )  # fmt: skip
     # Rows of no sequence must be zero; where there are none, nothing needs to be filled.
     out = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device) if batch.num_rows == len(q_THD) else None
@@ -40,7 +41,7 @@ def paged(q_THD: Tensor, k_pages_PSHD: Tensor, v_pages_PSHD: Tensor, batch: Page
 
 def varlen(q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, packed: PackedSequences) -> tuple[Tensor, Tensor]:
     """(out [T, H, D], log-sum-exp float32 [H, T]) over packed rows; rows beyond the last sequence are zero."""
-    return varlen_forward(q_THD, k_THD, v_THD, packed.cu_seqlens_int32, packed.max_length, plan=_packed_plan(packed))
+    return varlen_forward(q_THD, k_THD, v_THD, packed.cu_seqlens_int32, plan=_packed_plan(packed))
 
 
 def backward(
@@ -49,6 +50,6 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k and v in their dtypes; zero beyond the last sequence."""
     return varlen_backward(
-        grad_THD, q_THD, k_THD, v_THD, out_THD, lse_HT, packed.cu_seqlens_int32, packed.max_length,
+        grad_THD, q_THD, k_THD, v_THD, out_THD, lse_HT, packed.cu_seqlens_int32,
         plan=_packed_plan(packed),
     )  # fmt: skip

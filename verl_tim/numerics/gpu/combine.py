@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from verl_tim.numerics.gpu.operand import require_rows
+from verl_tim.numerics.gpu.overlap import begin, launch
 
 _BLOCK = 1024
 
@@ -15,8 +16,9 @@ _BLOCK = 1024
 @triton.jit
 def _combine(
     y, row, weight, out, columns,
-    TOP_K: tl.constexpr, ROWS: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
+    TOP_K: tl.constexpr, ROWS: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    begin(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = column < columns
@@ -46,6 +48,6 @@ def combine(y_RD: Tensor, row_TK: Tensor | None, weight_TK: Tensor | None, top_k
     if rows:
         _combine[(rows // top_k, triton.cdiv(columns, _BLOCK))](
             y_RD, row_TK, weight_TK, out, columns, TOP_K=top_k, ROWS=row_TK is not None,
-            WEIGHTED=weight_TK is not None, BLOCK=_BLOCK, num_warps=4, enable_fp_fusion=False,
+            WEIGHTED=weight_TK is not None, BLOCK=_BLOCK, num_warps=4, enable_fp_fusion=False, **launch(),
         )  # fmt: skip
     return out

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from verl_tim.numerics.gpu.overlap import begin, launch
+
 _PAGES = 256  # copied at once
 
 
@@ -16,8 +18,9 @@ _PAGES = 256  # copied at once
 def _gather(
     slot_ptr, token_ptr, position_ptr, temperature_ptr, seed_ptr, table_ptr,
     out_token_ptr, out_position_ptr, out_next_ptr, out_context_ptr, out_kv_slot_ptr, out_temperature_ptr, out_seed_ptr,
-    out_table_ptr, width, PAGE: tl.constexpr, PAGES: tl.constexpr,
+    out_table_ptr, width, PAGE: tl.constexpr, PAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    begin(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + row)
     position = tl.load(position_ptr + slot)
@@ -41,8 +44,9 @@ def _gather(
 @triton.jit
 def _scatter(
     slot_ptr, drawn_ptr, log_prob_ptr, top1_ptr, kept_mass_ptr, next_ptr, token_ptr, position_ptr, words_ptr,
-    null, rows, BLOCK: tl.constexpr,
+    null, rows, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    begin(OVERLAP)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < rows
     slot = tl.load(slot_ptr + row, mask=inside, other=0)
@@ -76,7 +80,7 @@ def gather(
     width = table_SM.shape[1]
     _gather[(slot_B.shape[0],)](
         slot_B, token_S, position_S, temperature_S, seed_S, table_SM, *out, width, PAGE=page_size, PAGES=_PAGES,
-        num_warps=4,
+        num_warps=4, **launch(),
     )  # fmt: skip
 
 
@@ -98,5 +102,5 @@ def scatter(
     """
     rows = slot_B.shape[0]
     _scatter[(triton.cdiv(rows, 128),)](
-        slot_B, *drawn, next_B, token_S, position_S, words_4B, null, rows, BLOCK=128, num_warps=4
+        slot_B, *drawn, next_B, token_S, position_S, words_4B, null, rows, BLOCK=128, num_warps=4, **launch()
     )

@@ -7,15 +7,15 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+_REPLAYS = 7  # of a graph, whose median counts
 
-def graph_us(
-    runs: Callable[[], object] | Sequence[Callable[[], object]], *, calls: int = 20, replays: int = 7
-) -> float:
+
+def graph_us(runs: Callable[[], object] | Sequence[Callable[[], object]], *, calls: int = 20) -> float:
     """Median microseconds of one call.
 
     Args:
         runs: what to time, or several that do the same on different data, so that none finds its own in the cache.
-        calls: calls per graph (at least one of each of `runs`); replays: graph launches, of which the median counts.
+        calls: calls per graph, at least one of each of `runs`.
     """
     functions = [runs] if callable(runs) else list(runs)
     total = max(calls, len(functions))
@@ -31,7 +31,7 @@ def graph_us(
             functions[call % len(functions)]()
     graph.replay()
     times = []
-    for _ in range(replays):
+    for _ in range(_REPLAYS):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         graph.replay()

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from verl_tim.numerics.contract import ContractError
+from verl_tim.numerics.gpu.overlap import begin, launch
 
 COUNTED_PAIRS = 8192
 """Up to this many pairs the counting kernel is used."""
@@ -71,9 +72,10 @@ def _store_tiles(end_E, count_E, tile_expert, tile_row, tiles, expert_E, BLOCK: 
 def _count(
     expert, row, pair, end, tile_expert, tile_row, pairs, tiles,
     EXPERTS: tl.constexpr, BINS: tl.constexpr, ALL: tl.constexpr, PAIRS: tl.constexpr,
-    BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Programs 0..n-2 rank `PAIRS` pairs each; the last one counts the experts' rows and lays out the tiles."""
+    begin(OVERLAP)
     other_A = tl.arange(0, ALL)
     program = tl.program_id(0)
     if program < tl.num_programs(0) - 1:
@@ -103,8 +105,9 @@ def _count(
 @triton.jit
 def _lay_out(
     end, tile_expert, tile_row, tiles,
-    EXPERTS: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    EXPERTS: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    begin(OVERLAP)
     expert_E = tl.arange(0, BINS)
     last = tl.load(end + EXPERTS - 1)
     end_E = tl.load(end + expert_E, mask=expert_E < EXPERTS, other=0)
@@ -129,6 +132,7 @@ def lay_out_tiles(end_E: Tensor, rows: int, block: int) -> Tiles:
     _lay_out[(1,)](
         end_E, tiles.expert_M, tiles.row_M, tiles.expert_M.shape[0], EXPERTS=num_experts,
         BINS=triton.next_power_of_2(num_experts + 1), BLOCK=block, CHUNK=512, num_warps=8,
+        **launch(),
     )  # fmt: skip
     return tiles
 
@@ -147,7 +151,7 @@ def dispatch(expert_TK: Tensor, num_experts: int, block: int | None = None) -> D
         expert_TK, row_TK, pair_R, end_E, tiles and tiles.expert_M, tiles and tiles.row_M, pairs,
         tiles.expert_M.shape[0] if tiles else 0, EXPERTS=num_experts, BINS=triton.next_power_of_2(num_experts),
         ALL=min(_CHUNK, max(128, triton.next_power_of_2(pairs))), PAIRS=_PAIRS, BLOCK=block or 0, CHUNK=512,
-        num_warps=8,
+        num_warps=8, **launch(),
     )  # fmt: skip
     return Dispatch(row_TK, pair_R, end_E, tiles)
 

@@ -1,4 +1,4 @@
-"""Token embedding. Forward is a row look-up, torch's; this is its gradient: deterministic, summed in float32.
+"""Gradient of the token embedding (whose forward is a row look-up): deterministic, summed in float32.
 
 The tokens are sorted (stable), and each run of one token is summed in pieces of `_PIECE` rows: a run of one piece goes
 straight to the table, a longer one through float32 partial sums that a second kernel adds in order. No atomics, and

@@ -31,7 +31,7 @@ __all__ = ["HEAD_DIMS", "backward", "paged", "unsupported", "varlen"]
 
 HEAD_DIMS = (128, 256)
 _LIBRARY = Path("vllm_flash_attn") / "_vllm_fa3_C.abi3.so"
-_ARGUMENTS = 40  # of the operator whose order of arguments `_forward` writes down
+_ARGUMENTS = 37  # of the operator whose order of arguments `_forward` writes down
 
 
 @functools.cache

@@ -7,9 +7,18 @@ instruction and not the bits.
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from verl_tim.numerics.gpu.activation import silu_times
+from verl_tim.numerics.gpu.overlap import begin, launch
+
+REFERENCE: dict[str, Any] = {"bm": 64, "bn": 64, "bk": 64, "swap": False, "warps": 4, "stages": 3}
+"""Options of the plainest walk over K: serves every shape, and is what other schedules are compared with."""
 
 
 @triton.jit
@@ -45,7 +54,9 @@ def accumulate(
 def _few_rows(
     x_ptr, w_ptr, bias_ptr, y_ptr, M, N, stride_x, stride_w, stride_y, K: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr, BIAS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    begin(OVERLAP)
     col = tl.program_id(0) * BN + tl.arange(0, BN)
     row = tl.program_id(1) * BM + tl.arange(0, BM)
     # Columns past the end repeat the last one: cheaper than masks, and never stored.
@@ -64,6 +75,60 @@ def _few_rows(
     tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=inside)
 
 
+@triton.jit(do_not_specialize=["M"])
+def _few_rows_swiglu(
+    x_ptr, w_ptr, y_ptr, M, N, stride_x, stride_w, stride_y, K: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """y = silu(x gate^T) * (x up^T), each product rounded as `_few_rows` rounds it; gate rows first in the weight."""
+    begin(OVERLAP)
+    col = tl.program_id(0) * BN + tl.arange(0, BN)
+    row = tl.program_id(1) * BM + tl.arange(0, BM)
+    row_M, col_N = tl.minimum(row, M - 1).to(tl.int64), tl.minimum(col, N - 1).to(tl.int64)
+    live = (row < M)[:, None]
+    k = tl.arange(0, BK)
+    x_ptrs = x_ptr + row_M[:, None] * stride_x + k[None, :]
+    gate_ptrs = w_ptr + col_N[None, :] * stride_w + k[:, None]
+    up_ptrs = gate_ptrs + N.to(tl.int64) * stride_w
+    gate, up = tl.zeros((BM, BN), tl.float32), tl.zeros((BM, BN), tl.float32)
+    for _ in range(0, K, BK):
+        x = tl.load(x_ptrs, mask=live, other=0.0)
+        gate = tl.dot(x, tl.load(gate_ptrs), gate)
+        up = tl.dot(x, tl.load(up_ptrs), up)
+        x_ptrs += BK
+        gate_ptrs += BK
+        up_ptrs += BK
+    y = silu_times(gate.to(tl.bfloat16), up.to(tl.bfloat16))
+    tl.store(y_ptr + row_M[:, None] * stride_y + col[None, :], y, mask=live & (col < N)[None, :])
+
+
+SWIGLU_ROWS = 16
+"""Up to here `swiglu` beats a product and a pass over it."""
+_SWIGLU = {"BM": 16, "BN": 32, "BK": 128, "num_warps": 4, "num_stages": 4}
+
+
+def swiglu(x_TK: Tensor, weight_JK: Tensor, config: dict[str, int] | None = None) -> Tensor | None:
+    """silu(x gate^T) * (x up^T) in one kernel, bits as a contract linear and then SwiGLU.
+
+    Args:
+        x_TK: bfloat16 [T, K], T up to `SWIGLU_ROWS`; weight_JK: bfloat16 [2 I, K], gate rows first. Contiguous rows.
+
+    Returns:
+        bfloat16 [T, I]; None where K is no multiple of the kernel's step.
+    """
+    options = config or _SWIGLU
+    rows, inner = x_TK.shape
+    outputs = weight_JK.shape[0] // 2
+    if inner % options["BK"]:
+        return None
+    out_TI = torch.empty(rows, outputs, dtype=x_TK.dtype, device=x_TK.device)
+    _few_rows_swiglu[(triton.cdiv(outputs, options["BN"]), triton.cdiv(rows, options["BM"]))](
+        x_TK, weight_JK, out_TI, rows, outputs, x_TK.stride(0), weight_JK.stride(0), outputs, K=inner, **options,
+        enable_fp_fusion=False, **launch(),
+    )  # fmt: skip
+    return out_TI
+
+
 def run(
     x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out_TN: Tensor, *,
     bm: int, bn: int, bk: int, swap: bool, warps: int, stages: int,
@@ -74,5 +139,5 @@ def run(
     _few_rows[(triton.cdiv(outputs, bn), triton.cdiv(rows, bm))](
         x_TK, weight_NK, bias_N, out_TN, rows, outputs, x_TK.stride(0), weight_NK.stride(0), out_TN.stride(0),
         K=inner, BM=bm, BN=bn, BK=bk, SWAP=swap, BIAS=bias_N is not None,
-        num_warps=warps, num_stages=stages,
+        num_warps=warps, num_stages=stages, **launch(),
     )  # fmt: skip

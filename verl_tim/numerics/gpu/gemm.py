@@ -6,14 +6,15 @@ added in float32, one rounding at the end (bfloat16, or none where float32 is wa
 Free: the schedule. `schedules` lists those that serve a shape, by name; all give the same bits (`probe` compares each
 with the first, the reference), so the choice is about speed alone and may differ between processes. `forbid` drops one
 that a device does not keep to the rule. The choice for a shape is made once, by a rule, and kept in a dict: a call
-queries no device and measures nothing, so a CUDA graph or a traced call freezes nothing it should not. `tune` replaces
-the rule's choice by a measured one at start-up.
+measures nothing, so a CUDA graph or a traced call freezes nothing it should not. It waits for the device only where
+cuBLASLt offers an algorithm that this process has not tried yet (`cublaslt.serves`).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +22,8 @@ from torch import Tensor
 
 from verl_tim.numerics.contract import ContractError
 from verl_tim.numerics.gpu import cublaslt, few_rows
-from verl_tim.numerics.gpu.device_time import graph_us
+
+logger = logging.getLogger(__name__)
 
 Run = Callable[[Tensor, Tensor, "Tensor | None", Tensor], None]
 Serves = Callable[[Tensor, Tensor, "Tensor | None", Tensor], bool]
@@ -47,7 +49,7 @@ def _cublaslt(rank: int) -> Schedule:
     return Schedule(f"cublaslt:{rank}", functools.partial(cublaslt.run, rank=rank), cublaslt.serves)
 
 
-REFERENCE = _triton(64, 64, 64, False, 4, 3)
+REFERENCE = _triton(**few_rows.REFERENCE)
 """The plainest walk over K; serves every shape, and what the others are compared with."""
 _TILED = _triton(128, 128, 64, False, 8, 3)  # many rows where cuBLASLt is missing or forbidden
 _CUBLASLT = [_cublaslt(rank) for rank in range(8)]
@@ -60,6 +62,7 @@ _STREAM = _triton(16, 32, 128, False, 4, 6)
 _forbidden: set[str] = set()
 _chosen: dict[tuple[int, int, int, torch.device], Schedule] = {}
 _MOST_CHOICES = 1 << 16  # shapes remembered; beyond it all are forgotten
+_stood_in: set[tuple[str, int, int]] = set()  # (schedule, outputs, inputs) of which the log has told
 
 
 def forbid(name: str) -> None:
@@ -76,8 +79,8 @@ def forbidden() -> frozenset[str]:
 def _candidates(rows: int, outputs: int, inner: int, device: torch.device) -> list[Schedule]:
     """The rule's favourite first, the reference last.
 
-    The rule is what one H200 showed on the linears of Qwen3-1.7B: at 16 rows streaming takes 0.90 of cuBLAS's time; at
-    1 to 8 and from 17 rows on cuBLASLt is as fast as cuBLAS (0.97 to 1.02).
+    The rule is what one H200 showed on the linears of Qwen3-1.7B, 8B and 30B-A3B: cuBLASLt without split-K is as fast
+    as cuBLAS with it (geometric mean 1.00); streaming beats it on wide outputs at 9 to 16 rows.
     """
     libraries = _CUBLASLT if device.type == "cuda" and cublaslt.library() is not None else []
     if rows > 16:
@@ -88,7 +91,7 @@ def _candidates(rows: int, outputs: int, inner: int, device: torch.device) -> li
         streams = [_STREAM_LONG, _STREAM, _STREAM_WIDE]
     else:
         streams = [_STREAM, _STREAM_LONG, _STREAM_WIDE]
-    streaming_pays = rows > 8 and min(outputs, inner) <= 2048
+    streaming_pays = rows > 8 and outputs >= 8192 and inner <= 2048
     return [*streams, *libraries, REFERENCE] if streaming_pays or not libraries else [*libraries, *streams, REFERENCE]
 
 
@@ -102,34 +105,30 @@ def _choose(rows: int, outputs: int, inner: int, device: torch.device) -> Schedu
     for schedule in _candidates(rows, outputs, inner, device):
         if schedule.name not in _forbidden:
             return schedule
-    raise ContractError(
-        f"gemm: every schedule for {rows} rows, weight ({outputs}, {inner}) is forbidden ({', '.join(_forbidden)}); "
-        "this device does not keep the contract: use numerics='stock'"
+    raise _nothing_left(rows, outputs, inner)
+
+
+def _nothing_left(rows: int, outputs: int, inner: int) -> ContractError:
+    return ContractError(
+        f"gemm: every schedule for {rows} rows, weight ({outputs}, {inner}) is forbidden "
+        f"({', '.join(sorted(_forbidden))}); this device does not keep the contract: use numerics='stock'"
     )
 
 
-def tune(rows: int, weights: Sequence[Tensor], *, out_dtype: torch.dtype = torch.bfloat16) -> str:
-    """Measure every schedule for this row count and keep the fastest; bits do not depend on the outcome.
-
-    For start-up, before CUDA graphs are captured. Give weights of one shape that exceed the cache together (those of
-    all layers), so that they are timed as a step finds them.
-
-    Returns:
-        The name of the schedule taken.
-    """
-    first = weights[0]
-    outputs, inner = first.shape
-    x = torch.zeros(rows, inner, dtype=first.dtype, device=first.device).normal_()
-    out = torch.empty(rows, outputs, dtype=out_dtype, device=first.device)
-    timed = []
-    with torch.cuda.device(first.device):
-        for schedule in schedules(rows, outputs, inner, first.device):
-            if all(schedule.serves(x, w, None, out) for w in weights):
-                runs = [functools.partial(schedule.run, x, weight, None, out) for weight in weights]
-                timed.append((graph_us(runs, calls=len(runs), replays=5), schedule))
-    fastest = min(timed, key=lambda pair: pair[0])[1]
-    _chosen[rows, outputs, inner, first.device] = fastest
-    return fastest.name
+def _stand_in(chosen: Schedule, rows: int, outputs: int, inner: int) -> Schedule:
+    """What takes any tensors, where the chosen schedule cannot take these. Slower, so the log tells of it, once."""
+    for schedule in [REFERENCE] if rows <= 64 else [_TILED, REFERENCE]:
+        if schedule.name in _forbidden:
+            continue
+        if (told := (chosen.name, outputs, inner)) not in _stood_in:
+            _stood_in.add(told)
+            logger.warning(
+                "gemm: %s cannot serve %d rows with weight (%d, %d) (rows that do not start at multiples of 16 bytes, "
+                "or no algorithm in the contract's order): the slower %s takes its place",
+                chosen.name, rows, outputs, inner, schedule.name,
+            )  # fmt: skip
+        return schedule
+    raise _nothing_left(rows, outputs, inner)
 
 
 def _check(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out_TN: Tensor) -> None:
@@ -182,6 +181,6 @@ def gemm(
             _chosen.clear()
         schedule = _chosen[key] = _choose(rows, outputs, weight_NK.shape[1], x_TK.device)
     if not schedule.serves(x_TK, weight_NK, bias_N, out):
-        schedule = REFERENCE if rows <= 64 else _TILED
+        schedule = _stand_in(schedule, rows, outputs, weight_NK.shape[1])
     schedule.run(x_TK, weight_NK, bias_N, out)
     return out

@@ -27,6 +27,7 @@ from verl_tim.numerics.contract import ContractError
 from verl_tim.numerics.gpu.activation import silu_times
 from verl_tim.numerics.gpu.dispatch import Dispatch, lay_out_tiles
 from verl_tim.numerics.gpu.operand import require_rows, require_shape
+from verl_tim.numerics.gpu.overlap import begin, launch
 
 _MEAN_ROWS = {16: 8, 32: 20, 64: 40}
 """Rows per tile -> up to how many rows per expert, in the mean, its schedule is the fastest."""
@@ -78,8 +79,9 @@ def _stream(
     x, weight, out, pair, end, tile_expert, tile_row, x_stride, columns, slots,
     K: tl.constexpr, BLOCK: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
     SWIGLU: tl.constexpr, GATHER: tl.constexpr, SCATTER: tl.constexpr, WEIGHT_LEFT: tl.constexpr, TMA: tl.constexpr,
-    COLUMNS_FIRST: tl.constexpr,
+    COLUMNS_FIRST: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    begin(OVERLAP)
     tile, block = tl.program_id(0), tl.program_id(1)
     if COLUMNS_FIRST:
         tile, block = tl.program_id(1), tl.program_id(0)
@@ -191,7 +193,7 @@ def stream(
         source, weight, out, plan.pair_R, plan.end_E, tiles.expert_M, tiles.row_M, x.stride(0), columns,
         plan.row_TK.shape[1], K=depth, BLOCK=tiles.block, BN=config.columns, BK=step, STAGES=config.stages,
         SWIGLU=swiglu, GATHER=gather, SCATTER=scatter, WEIGHT_LEFT=config.weight_left, TMA=config.tma,
-        COLUMNS_FIRST=config.columns_first, num_warps=config.warps, enable_fp_fusion=False,
+        COLUMNS_FIRST=config.columns_first, num_warps=config.warps, enable_fp_fusion=False, **launch(),
     )  # fmt: skip
     return out
 
@@ -247,11 +249,15 @@ def choose(rows: int, num_experts: int) -> str:
     raise ContractError("grouped gemm: every schedule is forbidden; this device has no exact grouped GEMM")
 
 
-def check_operands(x: Tensor, gate_up_EJD: Tensor, down_EDI: Tensor) -> None:
-    """Raise `ContractError` unless x [T, D] fits gate_up [E, 2 I, D] and down [E, D, I], all bfloat16."""
+def check_operands(x: Tensor, gate_up_EJD: Tensor, down_EDI: Tensor, ranks: int = 1) -> None:
+    """Raise `ContractError` unless x [T, D] fits gate_up [E, 2 I, D] and down [E, D, I], all bfloat16.
+
+    `ranks`: how many share the rows of both weights.
+    """
     require_rows("moe", x=x, gate_up=gate_up_EJD, down=down_EDI)
-    num_experts, hidden, inner = down_EDI.shape
-    require_shape("moe", "gate_up", gate_up_EJD, (num_experts, 2 * inner, hidden))
+    num_experts, share, inner = down_EDI.shape
+    hidden = share * ranks
+    require_shape("moe", "gate_up", gate_up_EJD, (num_experts, 2 * inner // ranks, hidden))
     require_shape("moe", "x", x, (x.shape[0], hidden))
     for name, size in (("hidden_size", hidden), ("moe_intermediate_size", inner)):
         if size % 8:

@@ -21,10 +21,14 @@ from torch import Tensor
 from verl_tim.numerics.contract import ContractError
 from verl_tim.numerics.gpu.few_rows import accumulate
 from verl_tim.numerics.gpu.gemm import gemm
+from verl_tim.numerics.gpu.overlap import begin, launch
 from verl_tim.numerics.gpu.vocabulary_tile import TILE, divide, fast_exp, pairwise_sum, quarters, store_parts
+from verl_tim.numerics.shards import VocabularyPart
 
 _LEVELS = TILE.bit_length() - 1
 _SLAB_ELEMENTS = 1 << 23  # logits in flight: 32 MiB of float32, which the L2 cache of an H200 holds
+_LARGE_SLAB_ELEMENTS = 1 << 25  # for a trainer's rows, where more launches would cost more than memory does
+_LARGE_ROWS = 1024
 _CHUNK_ROWS = 4096
 _GROUP = 16  # tiles per program of `_from_logits`
 _FEW_ROWS = 64  # up to here the weights stream once and logits stay in registers
@@ -77,9 +81,10 @@ class Parts(NamedTuple):
     pick_z_RJ: Tensor | None
 
 
-def _parts(rows: int, vocab: int, out: Results) -> Parts:
-    """Room for what `out` asks for."""
-    tiles, device = triton.cdiv(vocab, TILE), out.max_T.device
+def _parts(rows: int, vocab: int, out: Results, part: VocabularyPart | None = None) -> Parts:
+    """Room for what `out` asks for; for every rank's share of tiles where the vocabulary is split."""
+    tiles = triton.cdiv(vocab, TILE) if part is None else part.tiles_per_rank * part.shards.size
+    device = out.max_T.device
     sample = out.token_T is not None
     f32 = torch.empty(5, rows, tiles, dtype=torch.float32, device=device).unbind()
     i32 = torch.empty(2, rows, tiles, dtype=torch.int32, device=device).unbind()
@@ -98,8 +103,10 @@ def _from_logits(
     first, width, vocab, tiles, stride,
     G: tl.constexpr, TILE: tl.constexpr, LEVELS: tl.constexpr,
     EVEN: tl.constexpr, TARGET: tl.constexpr, ENTROPY: tl.constexpr, TOP: tl.constexpr, SAMPLE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One row, G tiles of a slab whose first column is `first`, `width` columns wide."""
+    begin(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     line = tl.arange(0, G)
@@ -133,16 +140,19 @@ def _from_logits(
 def _from_weights(
     hidden_ptr, weight_ptr, temperature_ptr, target_ptr, seed_ptr, position_ptr,
     max_ptr, sum_ptr, top_ptr, entropy_ptr, target_z_ptr, score_ptr, pick_ptr, pick_z_ptr,
-    rows, vocab, tiles, stride_x, stride_w,
+    rows, vocab, tiles, first, stride_x, stride_w,
     K: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, SWAP: tl.constexpr,
     TILE: tl.constexpr, LEVELS: tl.constexpr,
     EVEN: tl.constexpr, TARGET: tl.constexpr, ENTROPY: tl.constexpr, TOP: tl.constexpr, SAMPLE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """BM rows against one tile of the vocabulary: logits never leave the program."""
+    """BM rows against one tile of the vocabulary: logits never leave the program. `first`: tile of the weight's first
+    row."""
+    begin(OVERLAP)
     row = tl.program_id(0) * BM + tl.arange(0, BM)
-    tile = tl.program_id(1)
+    tile = tl.program_id(1) + first
     row_L = tl.minimum(row, rows - 1).to(tl.int64)
-    col_N = tl.minimum(tile * TILE + tl.arange(0, TILE), vocab - 1).to(tl.int64)
+    col_N = (tl.minimum(tile * TILE + tl.arange(0, TILE), vocab - 1) - first * TILE).to(tl.int64)
     acc = accumulate(hidden_ptr, weight_ptr, row_L, row < rows, col_N, stride_x, stride_w, K, BM, TILE, BK, SWAP)
     x0, x1, x2, x3 = quarters(tl.trans(acc) if SWAP else acc, BM, TILE)
     first_L = tl.zeros((BM,), tl.int32) + tile * TILE
@@ -162,9 +172,10 @@ def _merge(
     temperature_ptr, max_ptr, sum_ptr, top_ptr, entropy_ptr, target_z_ptr, score_ptr, pick_ptr, pick_z_ptr,
     log_prob_ptr, out_max_ptr, out_log_sum_ptr, out_entropy_ptr, out_top_ptr, out_token_ptr,
     tiles, LINES: tl.constexpr, FOLDS: tl.constexpr, TILE: tl.constexpr, LEVELS: tl.constexpr,
-    ENTROPY: tl.constexpr, TARGET: tl.constexpr, TOP: tl.constexpr, SAMPLE: tl.constexpr,
+    ENTROPY: tl.constexpr, TARGET: tl.constexpr, TOP: tl.constexpr, SAMPLE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One row: its tiles' parts into the results. Part j: lane j % TILE of line j // TILE; LINES = 2 ** FOLDS."""
+    begin(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, LINES)[:, None] * TILE + tl.arange(0, TILE)[None, :]
     live = part < tiles
@@ -194,8 +205,10 @@ def _merge(
         pick_z = tl.load(pick_z_ptr + slot, mask=live, other=-float("inf"))
         pick = _lowest_id(score == tl.max(tl.max(score, axis=0), axis=0), pick_id)
         chosen = tl.max(tl.max(tl.where(pick_id == pick, pick_z, -float("inf")), axis=0), axis=0)
-        tl.store(out_token_ptr + row, tl.where(greedy, top, pick).to(tl.int64))
-        tl.store(log_prob_ptr + row, (tl.where(greedy, maximum, chosen) - maximum) - log_sum)
+        log_prob = (tl.where(greedy, maximum, chosen) - maximum) - log_sum
+        usable = tl.abs(log_prob) < float("inf")  # false for NaN
+        tl.store(out_token_ptr + row, tl.where(usable, tl.where(greedy, top, pick), 0).to(tl.int64))
+        tl.store(log_prob_ptr + row, tl.where(usable, log_prob, float("nan")))
 
 
 @triton.jit
@@ -227,7 +240,8 @@ class Rows(NamedTuple):
 def slab_columns(rows: int, vocab: int) -> int:
     """Columns of one slab: whole groups of tiles, `_SLAB_ELEMENTS` logits at most."""
     unit = TILE * _GROUP
-    return min(max(_SLAB_ELEMENTS // rows // unit, 1) * unit, triton.cdiv(vocab, unit) * unit)
+    elements = _SLAB_ELEMENTS if rows <= _LARGE_ROWS else _LARGE_SLAB_ELEMENTS
+    return min(max(elements // rows // unit, 1) * unit, triton.cdiv(vocab, unit) * unit)
 
 
 def parts_from_logits(logits_RC: Tensor, first: int, vocab: int, rows: Rows, parts: Parts) -> None:
@@ -240,37 +254,43 @@ def parts_from_logits(logits_RC: Tensor, first: int, vocab: int, rows: Rows, par
         first, width, vocab, parts.max_RJ.shape[1], logits_RC.stride(0),
         G=_GROUP, TILE=TILE, LEVELS=_LEVELS, EVEN=vocab % TILE == 0, TARGET=rows.target_T is not None,
         ENTROPY=parts.entropy_RJ is not None, TOP=parts.top_RJ is not None, SAMPLE=rows.seed_T is not None,
-        num_warps=4, enable_fp_fusion=False,
+        num_warps=4, enable_fp_fusion=False, **launch(),
     )  # fmt: skip
 
 
-def parts_by_slabs(hidden_TD: Tensor, weight_VD: Tensor, rows: Rows, parts: Parts) -> None:
+def parts_by_slabs(
+    hidden_TD: Tensor, weight_VD: Tensor, rows: Rows, parts: Parts, part: VocabularyPart | None = None
+) -> None:
     """The schedule for many rows: one product per slab of the vocabulary, into one reused buffer."""
-    count, vocab = hidden_TD.shape[0], weight_VD.shape[0]
-    columns = slab_columns(count, vocab)
-    buffer = torch.empty(count * min(columns, vocab), dtype=torch.float32, device=hidden_TD.device)
-    for first in range(0, vocab, columns):
+    count, width = hidden_TD.shape[0], weight_VD.shape[0]
+    offset, vocab = (0, width) if part is None else (part.first, part.vocab_size)
+    columns = slab_columns(count, width)
+    buffer = torch.empty(count * min(columns, width), dtype=torch.float32, device=hidden_TD.device)
+    for first in range(0, width, columns):
         slab = weight_VD[first : first + columns]
         logits = buffer[: count * slab.shape[0]].view(count, slab.shape[0])
         gemm(hidden_TD, slab, out_dtype=torch.float32, out=logits)
-        parts_from_logits(logits, first, vocab, rows, parts)
+        parts_from_logits(logits, offset + first, vocab, rows, parts)
 
 
-def parts_by_stream(hidden_TD: Tensor, weight_VD: Tensor, rows: Rows, parts: Parts) -> None:
+def parts_by_stream(
+    hidden_TD: Tensor, weight_VD: Tensor, rows: Rows, parts: Parts, part: VocabularyPart | None = None
+) -> None:
     """The schedule for few rows: the weights stream once, each tile's logits end in its program."""
     count, inner = hidden_TD.shape
-    vocab, tiles = weight_VD.shape[0], parts.max_RJ.shape[1]
+    width, tiles = weight_VD.shape[0], parts.max_RJ.shape[1]
+    first, vocab = (0, width) if part is None else (part.first // TILE, part.vocab_size)
     bm = min(max(triton.next_power_of_2(count), 16), 64)
     swap = bm < 64  # weights as the left operand of the matrix unit, which wants 64 rows there
-    _from_weights[(triton.cdiv(count, bm), tiles)](
+    _from_weights[(triton.cdiv(count, bm), triton.cdiv(width, TILE))](
         hidden_TD, weight_VD, rows.temperature_T, rows.target_T, rows.seed_T, rows.position_T,
         parts.max_RJ, parts.sum_RJ, parts.top_RJ, parts.entropy_RJ, parts.target_z_R,
         parts.score_RJ, parts.pick_RJ, parts.pick_z_RJ,
-        count, vocab, tiles, hidden_TD.stride(0), weight_VD.stride(0),
+        count, vocab, tiles, first, hidden_TD.stride(0), weight_VD.stride(0),
         K=inner, BM=bm, BK=128 if swap else 64, SWAP=swap, TILE=TILE, LEVELS=_LEVELS, EVEN=vocab % TILE == 0,
         TARGET=rows.target_T is not None, ENTROPY=parts.entropy_RJ is not None, TOP=parts.top_RJ is not None,
         SAMPLE=rows.seed_T is not None,
-        num_warps=4, num_stages=3 if swap else 4, enable_fp_fusion=False,
+        num_warps=4, num_stages=3 if swap else 4, enable_fp_fusion=False, **launch(),
     )  # fmt: skip
 
 
@@ -283,7 +303,7 @@ def _merged(rows: Rows, parts: Parts, out: Results) -> None:
         out.log_prob_T, out.max_T, out.log_sum_T, out.entropy_T, out.top1_T, out.token_T,
         tiles, LINES=lines, FOLDS=lines.bit_length() - 1, TILE=TILE, LEVELS=_LEVELS,
         ENTROPY=out.entropy_T is not None, TARGET=rows.target_T is not None, TOP=out.top1_T is not None,
-        SAMPLE=out.token_T is not None, num_warps=4, enable_fp_fusion=False,
+        SAMPLE=out.token_T is not None, num_warps=4, enable_fp_fusion=False, **launch(),
     )  # fmt: skip
 
 
@@ -304,11 +324,28 @@ def check(hidden_TD: Tensor, weight_VD: Tensor, rows: Rows) -> None:
             raise ContractError(f"head: {name.removesuffix('_T')} has shape {tuple(t.shape)}, one per row is wanted")
 
 
-def _fill_parts(hidden_TD: Tensor, weight_VD: Tensor, rows: Rows, parts: Parts) -> None:
-    if hidden_TD.shape[0] <= _FEW_ROWS:
-        parts_by_stream(hidden_TD, weight_VD, rows, parts)
-    else:
-        parts_by_slabs(hidden_TD, weight_VD, rows, parts)
+def _fill_parts(
+    hidden_TD: Tensor, weight_VD: Tensor, rows: Rows, parts: Parts, part: VocabularyPart | None = None
+) -> Parts:
+    """Parts of all tiles; with a part of the vocabulary, its own are computed here and the others gathered."""
+    if weight_VD.shape[0]:
+        fill = parts_by_stream if hidden_TD.shape[0] <= _FEW_ROWS else parts_by_slabs
+        fill(hidden_TD, weight_VD, rows, parts, part)
+    return parts if part is None else _gather_parts(parts, rows, part)
+
+
+def _gather_parts(parts: Parts, rows: Rows, part: VocabularyPart) -> Parts:
+    """Every rank's tiles put together in ascending order, in one collective (two with a target): bits of one rank."""
+    own = slice(part.shards.rank * part.tiles_per_rank, (part.shards.rank + 1) * part.tiles_per_rank)
+    by_tile = {name: t for name, t in zip(Parts._fields, parts, strict=True) if name.endswith("_RJ") and t is not None}
+    packed = torch.stack([t[:, own].view(torch.int32) for t in by_tile.values()])
+    whole = part.gather_tiles(packed).unbind()
+    found = {name: w.view(t.dtype) for (name, t), w in zip(by_tile.items(), whole, strict=True)}
+    if parts.target_z_R is not None:
+        assert rows.target_T is not None
+        owner_1R = part.owner(rows.target_T)[None]
+        found["target_z_R"] = part.shards.all(parts.target_z_R).gather(0, owner_1R)[0]
+    return parts._replace(**found)
 
 
 def token_log_probs(
@@ -319,11 +356,12 @@ def token_log_probs(
     *,
     with_entropy: bool = False,
     with_top1: bool = False,
+    part: VocabularyPart | None = None,
 ) -> Results:
     """Log-probs of given tokens, no autograd (`head_backward` has the gradient).
 
     Args:
-        hidden_TD: bfloat16 [T, D], final norm applied; weight_VD: bfloat16 [V, D].
+        hidden_TD: bfloat16 [T, D], final norm applied; weight_VD: bfloat16 [V, D], or the rows of `part`.
         target_T: int64 [T]; one outside the vocabulary gets NaN. temperature_T: float32 [T], 0 scores at temperature 1.
 
     Raises:
@@ -331,22 +369,33 @@ def token_log_probs(
     """
     everything = Rows(temperature_T.contiguous(), target_T.contiguous(), None, None)
     check(hidden_TD, weight_VD, everything)
-    count, vocab, device = hidden_TD.shape[0], weight_VD.shape[0], hidden_TD.device
+    count, device = hidden_TD.shape[0], hidden_TD.device
+    vocab = weight_VD.shape[0] if part is None else part.vocab_size
     out = _results(count, device, top1=with_top1, log_prob=True, entropy=with_entropy)
     for start in range(0, count, _CHUNK_ROWS):
         chunk = slice(start, min(start + _CHUNK_ROWS, count))
         rows, hidden = everything.part(chunk), hidden_TD[chunk]
         some = out.part(chunk)
-        parts = _parts(hidden.shape[0], vocab, some)
-        _fill_parts(hidden, weight_VD, rows, parts)
+        parts = _fill_parts(hidden, weight_VD, rows, _parts(hidden.shape[0], vocab, some, part), part)
         _merged(rows, parts, some)
     return out
 
 
-def sample(hidden_BD: Tensor, weight_VD: Tensor, temperature_B: Tensor, seed_B: Tensor, position_B: Tensor) -> Results:
+def sample(
+    hidden_BD: Tensor,
+    weight_VD: Tensor,
+    temperature_B: Tensor,
+    seed_B: Tensor,
+    position_B: Tensor,
+    *,
+    part: VocabularyPart | None = None,
+) -> Results:
     """Draw one token per row from the full vocabulary: argmax of z + Gumbel noise, ties to the lower id.
 
+    A row without usable logits draws token 0, and its log-prob is NaN.
+
     Args:
+        weight_VD: bfloat16 [V, D], or the rows of `part`.
         hidden_BD: bfloat16 [B, D]; temperature_B: float32 [B], 0 is greedy (log-prob at temperature 1).
         seed_B, position_B: int64 [B]; the draw is a function of them, the token id and z alone.
 
@@ -358,8 +407,8 @@ def sample(hidden_BD: Tensor, weight_VD: Tensor, temperature_B: Tensor, seed_B: 
     count, device = hidden_BD.shape[0], hidden_BD.device
     out = _results(count, device, top1=True, log_prob=True, token=True)
     if count:
-        parts = _parts(count, weight_VD.shape[0], out)
-        _fill_parts(hidden_BD, weight_VD, rows, parts)
+        vocab = weight_VD.shape[0] if part is None else part.vocab_size
+        parts = _fill_parts(hidden_BD, weight_VD, rows, _parts(count, vocab, out, part), part)
         _merged(rows, parts, out)
     return out
 

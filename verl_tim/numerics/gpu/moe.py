@@ -18,6 +18,7 @@ from verl_tim.numerics.gpu.combine import combine
 from verl_tim.numerics.gpu.dispatch import Dispatch, dispatch
 from verl_tim.numerics.gpu.operand import require_rows, require_shape
 from verl_tim.numerics.gpu.router import router, router_backward
+from verl_tim.numerics.shards import ONE, Shards
 
 __all__ = ["experts", "experts_backward", "router", "router_backward"]
 
@@ -49,8 +50,10 @@ def _inner_grad(
     tl.store(grad_weight + pair_of_row, tl.sum(total, axis=0))
 
 
-def _check(op: str, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor, gate_up_EJD: Tensor, down_EDI: Tensor) -> None:
-    grouped_gemm.check_operands(x_TD, gate_up_EJD, down_EDI)
+def _check(
+    op: str, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor, gate_up_EJD: Tensor, down_EDI: Tensor, ranks: int = 1
+) -> None:
+    grouped_gemm.check_operands(x_TD, gate_up_EJD, down_EDI, ranks)
     require_shape(op, "expert_TK", expert_TK, (x_TD.shape[0], expert_TK.shape[1]))
     require_shape(op, "weight_TK", weight_TK, tuple(expert_TK.shape))
     if weight_TK.dtype != torch.float32 or not weight_TK.is_contiguous():
@@ -59,7 +62,7 @@ def _check(op: str, x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor, gate_up_
 
 def experts(
     x_TD: Tensor, expert_TK: Tensor, weight_TK: Tensor, gate_up_EJD: Tensor, down_EDI: Tensor, *,
-    schedule: str | None = None,
+    schedule: str | None = None, shards: Shards = ONE,
 ) -> Tensor:  # fmt: skip
     """Contract experts and combine. No autograd.
 
@@ -68,23 +71,25 @@ def experts(
         expert_TK, weight_TK: int32 and float32 [T, K], from `router`.
         gate_up_EJD: bfloat16 [E, 2 I, D], gate rows first; down_EDI: bfloat16 [E, D, I]. Both contiguous.
         schedule: a name of `grouped_gemm.schedules()`; chosen by the number of rows by default.
+        shards: with several ranks gate_up holds this rank's rows of gate and of up, [E, 2 I / ranks, D], and down its
+            rows, [E, D / ranks, I].
 
     Returns:
-        bfloat16 [T, D].
+        bfloat16 [T, D], with several ranks this rank's columns [T, D / ranks].
     """
-    _check("experts", x_TD, expert_TK, weight_TK, gate_up_EJD, down_EDI)
+    _check("experts", x_TD, expert_TK, weight_TK, gate_up_EJD, down_EDI, shards.size)
     top_k = expert_TK.shape[1]
     if not x_TD.shape[0]:
-        return torch.empty_like(x_TD)
+        return x_TD.new_empty(0, down_EDI.shape[1])
     name = schedule or grouped_gemm.choose(expert_TK.numel(), gate_up_EJD.shape[0])
     if name not in grouped_gemm.schedules():
         raise ContractError(f"experts: schedule {name!r} is unknown or forbidden on this device")
     if name == "torch":
         plan = dispatch(expert_TK, gate_up_EJD.shape[0])
-        y = grouped_gemm.grouped_mm(_inner(x_TD, gate_up_EJD, plan)[1], down_EDI, plan)
+        y = grouped_gemm.grouped_mm(shards.columns(_inner(x_TD, gate_up_EJD, plan)[1]), down_EDI, plan)
         return combine(y, plan.row_TK, weight_TK, top_k)
     plan = dispatch(expert_TK, gate_up_EJD.shape[0], block=int(name.removeprefix("stream")))
-    h = grouped_gemm.stream(x_TD, gate_up_EJD, plan, swiglu=True, gather=True)
+    h = shards.columns(grouped_gemm.stream(x_TD, gate_up_EJD, plan, swiglu=True, gather=True))
     y = grouped_gemm.stream(h, down_EDI, plan, scatter=True)
     return combine(y, None, weight_TK, top_k)
 

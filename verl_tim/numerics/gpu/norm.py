@@ -15,6 +15,7 @@ from torch import Tensor
 
 from verl_tim.numerics.contract import ContractError
 from verl_tim.numerics.gpu.operand import require_rows, require_shape
+from verl_tim.numerics.gpu.overlap import begin, launch
 from verl_tim.numerics.gpu.sums import column_sums, tree_sum
 
 _FORWARD_WARPS = 4
@@ -48,8 +49,9 @@ def row_mask(row_R, rows, column_F, D: tl.constexpr, F: tl.constexpr):
 @triton.jit
 def _forward(
     x, residual, weight, y, residual_out, rows, x_stride, residual_stride, y_stride, out_stride, eps,
-    D: tl.constexpr, LOG_F: tl.constexpr, ROWS: tl.constexpr, ADD: tl.constexpr,
+    D: tl.constexpr, LOG_F: tl.constexpr, ROWS: tl.constexpr, ADD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    begin(OVERLAP)
     F: tl.constexpr = 2**LOG_F
     HALF: tl.constexpr = D // 2
     row_R = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -181,7 +183,7 @@ def rms_norm(
         _forward[(triton.cdiv(x.shape[0], block),)](
             x, residual, weight_D, y, total, x.shape[0], x.stride(0), residual.stride(0), y.stride(0), total.stride(0),
             eps, D=size, LOG_F=log_half, ROWS=block, ADD=residual_TD is not None, num_warps=_FORWARD_WARPS,
-            enable_fp_fusion=False,
+            enable_fp_fusion=False, **launch(),
         )  # fmt: skip
     return y_TD, total_TD
 

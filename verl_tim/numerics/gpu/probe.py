@@ -18,13 +18,16 @@ from torch import Tensor
 from verl_tim.numerics.activation import swiglu_inference
 from verl_tim.numerics.attention import PackedSequences, paged_attention, varlen_attention
 from verl_tim.numerics.contract import CHUNK_KEYS, KEY_BLOCK, ContractError, kernels
+from verl_tim.numerics.gpu.cancelling import cancelling
 from verl_tim.numerics.head import token_log_probs
 from verl_tim.numerics.moe import moe_inference
 from verl_tim.numerics.norm import add_rms_norm_inference, rms_norm_inference
 from verl_tim.numerics.paging import PagedBatch
 from verl_tim.numerics.probe import bits_of, swiglu_of_halves
 from verl_tim.numerics.rope import RopeTable, qk_norm_rope, qk_norm_rope_write
-from verl_tim.numerics.sampling import SamplingTensors, draw
+from verl_tim.numerics.sampling import Sampled, SamplingTensors, draw
+from verl_tim.numerics.shards import Shards
+from verl_tim.numerics.split_head import split_draw, vocabulary_part
 
 if TYPE_CHECKING:
     from verl_tim.numerics.probe import ProbeReport, ProbeShapes
@@ -81,7 +84,7 @@ class GpuProbe:
         head = ((self.shapes.vocab_size,), self.shapes.hidden_size)
         for parts, inputs in (*self.shapes.linears, head):
             outputs = sum(parts)
-            weight, x = self.random(outputs, inputs), self.random(_ROWS, inputs)
+            x, weight = cancelling(_ROWS, outputs, inputs, self.device)
             out_dtype = torch.float32 if (parts, inputs) == head else torch.bfloat16
             op = f"linear({outputs}, {inputs})"
             want = torch.empty(_ROWS, outputs, dtype=out_dtype, device=self.device)
@@ -97,11 +100,43 @@ class GpuProbe:
                         self.expect(op, got, want[:rows], where)
                     else:
                         self.keep_or_forbid(op, schedule.name, got, want[:rows], where, gemm.forbid)
+            if len(parts) == 2 and parts[0] == parts[1]:
+                self.gate_up(x, weight, want)
             start = 0
             for part in parts if len(parts) > 1 else ():
                 got = gemm.gemm(x[:65], weight[start : start + part], out_dtype=out_dtype)
                 self.expect(op, got, want[:65, start : start + part], "part alone against fused")
                 start += part
+            if self.shapes.ranks > 1:
+                self.shards_of_linear(op, parts, x, weight, want)
+
+    def shards_of_linear(self, op: str, parts: tuple[int, ...], x: Tensor, weight: Tensor, want: Tensor) -> None:
+        """Every schedule on the shape of a rank's share, the last one's, against the same columns of the whole."""
+        gemm, ranks, start, rows = kernels("gemm"), self.shapes.ranks, 0, []
+        for part in parts:
+            share = -(-part // ranks)  # of the head, whose parts are whole tiles, nearly
+            rows.append(torch.arange(start + part - share, start + part, device=self.device))
+            start += part
+        columns = torch.cat(rows)
+        own, outputs, inputs = weight[columns].contiguous(), len(columns), weight.shape[1]
+        for count in ROW_COUNTS:
+            for schedule in gemm.schedules(count, outputs, inputs, self.device):
+                got = torch.full((count, outputs), torch.nan, dtype=want.dtype, device=self.device)
+                if schedule.serves(x[:count], own, None, got):
+                    schedule.run(x[:count], own, None, got)
+                    where = f"{schedule.name}, {count} rows, a share of {ranks}"
+                    if schedule is gemm.REFERENCE:
+                        self.expect(op, got, want[:count, columns], where)
+                    else:
+                        self.keep_or_forbid(op, schedule.name, got, want[:count, columns], where, gemm.forbid)
+
+    def gate_up(self, x: Tensor, weight: Tensor, product: Tensor) -> None:
+        few_rows = kernels("few_rows")
+        want = swiglu_of_halves(product)
+        for rows in (1, 7, few_rows.SWIGLU_ROWS):
+            got = few_rows.swiglu(x[:rows], weight)
+            if got is not None:
+                self.expect("gate_up", got, want[:rows], f"product and SwiGLU in one, {rows} rows")
 
     # -- row operations --------------------------------------------------------------------------------------------
 
@@ -175,8 +210,57 @@ class GpuProbe:
             batch, chosen = cache.batch(mixed)
             got = paged_attention(q[chosen], cache.k, cache.v, batch, self.attention_contract)
             self.expect(op, got, want[chosen], f"decodes beside prefill chunks, pages of {page_size}")
+        if s.ranks > 1:
+            self.shards_of_attention(q, k, v, lengths, want)
+
+    def shards_of_attention(self, q: Tensor, k: Tensor, v: Tensor, lengths: list[int], want: Tensor) -> None:
+        """The heads of the last rank alone, in prefill chunks and decodes, against the same heads among all."""
+        s, op = self.shapes, f"attention ({self.attention_contract})"
+        own, own_kv = (slice(n - n // s.ranks, n) for n in (s.num_heads, s.num_kv_heads))
+        cache = _Pages(k[:, own_kv].contiguous(), v[:, own_kv].contiguous(), lengths, 16, self.generator)
+        for queries in (1, 130):
+            batch, chosen = cache.batch([min(queries, length) for length in lengths])
+            q_own = q[chosen][:, own].contiguous()
+            got = paged_attention(q_own, cache.k, cache.v, batch, self.attention_contract)
+            self.expect(op, got, want[chosen][:, own], f"heads of one of {s.ranks} ranks, last {queries} rows")
 
     # -- experts and head --------------------------------------------------------------------------------------------
+
+    def shards_of_experts(
+        self, x: Tensor, expert_TK: Tensor, weight_TK: Tensor, gate_up: Tensor, down: Tensor, want: Tensor
+    ) -> None:
+        """Every schedule on a rank's rows of each expert, the first one's, against the same columns of the whole.
+
+        The other ranks' columns of the inner rows come from a run of theirs, as a gather would bring them.
+        """
+        moe, grouped_gemm, ranks = kernels("moe"), kernels("grouped_gemm"), self.shapes.ranks
+        inner, hidden = down.shape[2], down.shape[1]
+        share = inner // ranks
+
+        def own(rank: int) -> Tensor:
+            gate = torch.arange(rank * share, (rank + 1) * share, device=self.device)
+            return gate_up[:, torch.cat([gate, gate + inner])].contiguous()
+
+        own_down = down[:, : hidden // ranks].contiguous()
+        for name in grouped_gemm.schedules():
+            kept: list[Tensor] = []
+
+            def note(h: Tensor, kept: list[Tensor] = kept) -> Tensor:
+                kept.append(h)
+                return torch.stack([h] * ranks)
+
+            for rank in range(ranks):
+                shards = Shards(rank, ranks, note)
+                moe.experts(x, expert_TK, weight_TK, own(rank), own_down, schedule=name, shards=shards)
+            every = torch.stack(kept)
+
+            def all_of(h: Tensor, every: Tensor = every) -> Tensor:
+                return every
+
+            shards = Shards(0, ranks, all_of)
+            got = moe.experts(x, expert_TK, weight_TK, own(0), own_down, schedule=name, shards=shards)
+            where = f"{name}, a share of {ranks}"
+            self.keep_or_forbid("experts", name, got, want[:, : hidden // ranks], where, grouped_gemm.forbid)
 
     def experts(self) -> None:
         if self.shapes.moe is None:
@@ -191,6 +275,8 @@ class GpuProbe:
         for name in grouped_gemm.schedules():
             got = moe.experts(x, expert_TK, weight_TK, gate_up, down, schedule=name)
             self.keep_or_forbid("experts", name, got, want, f"{name}, {_ROWS} rows", grouped_gemm.forbid)
+        if self.shapes.ranks > 1:
+            self.shards_of_experts(x, expert_TK, weight_TK, gate_up, down, want)
 
         def run(rows: Tensor) -> Tensor:
             return moe_inference(rows, router, experts, gate_up, down, inner, top_k, True)
@@ -206,6 +292,8 @@ class GpuProbe:
         for count in (1, 8, 33, 64, 130, rows):
             params = _sampling(position[:count])
             drawn = draw(hidden[:count], weight, s.vocab_size, params)
+            if s.ranks > 1:
+                self.shards_of_head(hidden[:count], weight, params, drawn)
             scored, _ = token_log_probs(hidden[:count], weight, drawn.token_B, params.temperature_B)
             self.expect("head", drawn.log_prob_B, scored, f"sampler against trainer, {count} rows")
             if count == 1:
@@ -213,6 +301,26 @@ class GpuProbe:
             else:
                 self.expect("head", drawn.log_prob_B[:1], first.log_prob_B, f"one row alone against {count}")
                 self.expect("head", drawn.token_B[:1], first.token_B, f"draw of one row alone against {count}")
+
+    def shards_of_head(self, hidden: Tensor, weight: Tensor, params: SamplingTensors, want: Sampled) -> None:
+        """A draw over a split vocabulary, all of whose ranks run here one after another, against the whole one."""
+        ranks, given = self.shapes.ranks, list[Tensor]()
+
+        def note(x: Tensor) -> Tensor:
+            given.append(x)
+            return torch.stack([x] * ranks)
+
+        def drawn(rank: int, gather: Callable[[Tensor], Tensor]) -> Sampled:
+            part = vocabulary_part(Shards(rank, ranks, gather), self.shapes.vocab_size, self.device)
+            return split_draw(hidden, weight[part.rows], part, params)
+
+        for rank in range(ranks):
+            drawn(rank, note)
+        every = torch.stack(given)
+        got = drawn(ranks - 1, lambda _: every)
+        where = f"{hidden.shape[0]} rows, {ranks} parts of the vocabulary"
+        self.expect("head", got.log_prob_B, want.log_prob_B, where)
+        self.expect("head", got.token_B, want.token_B, where)
 
 
 def _differing(got: Tensor, want: Tensor) -> int:

@@ -17,6 +17,7 @@ from torch import Tensor
 from verl_tim.numerics.contract import ContractError
 from verl_tim.numerics.gpu.norm import inverse_rms, norm_grad, row_mask, scaled
 from verl_tim.numerics.gpu.operand import require_rows, require_shape
+from verl_tim.numerics.gpu.overlap import begin, launch
 from verl_tim.numerics.gpu.sums import column_sums
 
 _PROGRAMS = 4096  # of a backward, over token blocks and head groups
@@ -70,8 +71,9 @@ def _forward(
     q_token, q_head, k_token, k_head, v_token, v_head,
     page_size, k_page, k_slot, k_page_head, v_page, v_slot, v_page_head, eps,
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, D: tl.constexpr, LOG_F: tl.constexpr, HEADS: tl.constexpr,
-    NORM: tl.constexpr, KEEP_K: tl.constexpr, WRITE: tl.constexpr, REPEAT: tl.constexpr,
+    NORM: tl.constexpr, KEEP_K: tl.constexpr, WRITE: tl.constexpr, REPEAT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    begin(OVERLAP)
     F: tl.constexpr = 2**LOG_F
     HALF: tl.constexpr = D // 2
     Q_GROUPS: tl.constexpr = (Q_HEADS + REPEAT * HEADS - 1) // (REPEAT * HEADS)
@@ -265,6 +267,7 @@ def qk_norm_rope(
         k_pages.shape[1], *k_pages.stride()[:3], *v_pages.stride()[:3], eps,
         Q_HEADS=q_heads, K_HEADS=kv_heads, D=head_dim, LOG_F=log_half, HEADS=heads, NORM=q_weight_D is not None,
         KEEP_K=keep_k, WRITE=kv_write is not None, REPEAT=repeat, num_warps=2, enable_fp_fusion=False,
+        **launch(),
     )  # fmt: skip
     return q_out, k_out
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from verl_tim.numerics.contract import ContractError
 from verl_tim.numerics.gpu.gemm import gemm
 from verl_tim.numerics.gpu.operand import require_rows, require_shape
+from verl_tim.numerics.gpu.overlap import begin, launch
 from verl_tim.numerics.gpu.sums import tree_sum
 
 
@@ -32,7 +33,9 @@ def _softmax(logits, row_R, live_R, expert_E, experts, ROWS: tl.constexpr, LOG_E
 def _route(
     logits, expert, weight, rows, experts,
     TOP_K: tl.constexpr, NORMALISE: tl.constexpr, ROWS: tl.constexpr, LOG_E: tl.constexpr, SLOTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    begin(OVERLAP)
     row_R = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live_R = row_R < rows
     expert_E = tl.arange(0, 2**LOG_E)
@@ -108,7 +111,7 @@ def route(logits_TE: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, Tenso
         tile = _tile(experts)
         _route[(triton.cdiv(rows, tile["ROWS"]),)](
             logits_TE, expert_TK, weight_TK, rows, experts, TOP_K=top_k, NORMALISE=normalise, **tile,
-            SLOTS=max(2, triton.next_power_of_2(top_k)), num_warps=4, enable_fp_fusion=False,
+            SLOTS=max(2, triton.next_power_of_2(top_k)), num_warps=4, enable_fp_fusion=False, **launch(),
         )  # fmt: skip
     return expert_TK, weight_TK
 

@@ -22,6 +22,7 @@ from verl_tim.numerics.contract import ContractError
 from verl_tim.numerics.gpu import head
 from verl_tim.numerics.gpu.gemm import gemm
 from verl_tim.numerics.gpu.vocabulary_tile import divide, philox_words, waiting_time
+from verl_tim.numerics.shards import VocabularyPart
 
 _BLOCK = 4096
 _CHUNK_ROWS = 64  # rows whose logits are in flight
@@ -219,13 +220,30 @@ def _cut_and_draw(
     tl.store(log_prob_ptr + row, (tl.where(greedy, maximum, chosen) - maximum) - log_sum)
 
 
+def gather_logits(hidden_RD: Tensor, weight_VD: Tensor, part: VocabularyPart) -> Tensor:
+    """float32 logits [R, V] from every rank's rows of the head; a collective."""
+    share = part.tiles_per_rank * part.tile
+    own = torch.empty(hidden_RD.shape[0], share, dtype=torch.float32, device=hidden_RD.device)
+    if part.width:
+        gemm(hidden_RD, weight_VD, out_dtype=torch.float32, out=own[:, : part.width])
+    return part.shards.columns(own)[:, : part.vocab_size].contiguous()
+
+
 def sample_with_cuts(
-    hidden_RD: Tensor, weight_VD: Tensor, temperature_R: Tensor, cuts: Cuts, seed_R: Tensor, position_R: Tensor
+    hidden_RD: Tensor,
+    weight_VD: Tensor,
+    temperature_R: Tensor,
+    cuts: Cuts,
+    seed_R: Tensor,
+    position_R: Tensor,
+    *,
+    part: VocabularyPart | None = None,
 ) -> CutDraw:
     """Draw one token per row under its cuts. All rows must have some; the others belong to `head.sample`.
 
     Args:
-        hidden_RD: bfloat16 [R, D]; weight_VD: bfloat16 [V, D]; temperature_R: float32 [R], 0 is greedy.
+        weight_VD: bfloat16 [V, D], or the rows of `part`, whose logits are then gathered.
+        hidden_RD: bfloat16 [R, D]; temperature_R: float32 [R], 0 is greedy.
         seed_R, position_R: int64 [R].
 
     Raises:
@@ -238,7 +256,8 @@ def sample_with_cuts(
         if t.dtype != wanted[name] or t.shape != hidden_RD.shape[:1]:
             raise ContractError(f"sampling: {name[:-2]} must be {wanted[name]} [rows], got {t.dtype} {tuple(t.shape)}")
     cuts = Cuts(*(t.contiguous() for t in cuts))
-    count, vocab, device = hidden_RD.shape[0], weight_VD.shape[0], hidden_RD.device
+    count, device = hidden_RD.shape[0], hidden_RD.device
+    vocab = weight_VD.shape[0] if part is None else part.vocab_size
     token = torch.empty(count, dtype=torch.int64, device=device)
     top1 = torch.empty_like(token)
     log_prob, kept_mass = (torch.empty(count, dtype=torch.float32, device=device) for _ in range(2))
@@ -246,16 +265,19 @@ def sample_with_cuts(
     logits_buffer, z = (torch.empty(chunk, vocab, dtype=torch.float32, device=device) for _ in range(2))
     candidate = torch.empty(chunk, vocab, dtype=torch.int32, device=device)
     for first in range(0, count, _CHUNK_ROWS):
-        part = slice(first, min(first + _CHUNK_ROWS, count))
-        some = part.stop - part.start
-        logits = gemm(hidden_RD[part], weight_VD, out_dtype=torch.float32, out=logits_buffer[:some])
-        lse = head.log_sum_exp(logits, rows.temperature_T[part])
+        at = slice(first, min(first + _CHUNK_ROWS, count))
+        some = at.stop - at.start
+        if part is None:
+            logits = gemm(hidden_RD[at], weight_VD, out_dtype=torch.float32, out=logits_buffer[:some])
+        else:
+            logits = gather_logits(hidden_RD[at], weight_VD, part)
+        lse = head.log_sum_exp(logits, rows.temperature_T[at])
         assert lse.top1_T is not None
-        top1[part] = lse.top1_T
+        top1[at] = lse.top1_T
         _cut_and_draw[(some,)](
-            logits, rows.temperature_T[part], cuts.top_k_R[part], cuts.top_p_R[part], cuts.min_p_R[part],
-            rows.seed_T[part], rows.position_T[part], lse.max_T, lse.log_sum_T, lse.top1_T,  # type: ignore[index]
-            z, candidate, token[part], log_prob[part], kept_mass[part],
+            logits, rows.temperature_T[at], cuts.top_k_R[at], cuts.top_p_R[at], cuts.min_p_R[at],
+            rows.seed_T[at], rows.position_T[at], lse.max_T, lse.log_sum_T, lse.top1_T,  # type: ignore[index]
+            z, candidate, token[at], log_prob[at], kept_mass[at],
             vocab, logits.stride(0), BLOCK=_BLOCK, num_warps=16, enable_fp_fusion=False,
         )  # fmt: skip
     return CutDraw(token, log_prob, kept_mass, top1)
