@@ -75,14 +75,12 @@ class FakeModel:
     device = torch.device("cpu")
     attention = "stock"
     row_floor = 8
+    kv_shape = (2, 1, 2)
 
     def __init__(self, *, eos=(EOS,), max_position_embeddings: int = MAX_LEN) -> None:
         self.config = SimpleNamespace(
             architecture="Fake",
             vocab_size=VOCAB,
-            num_layers=2,
-            num_kv_heads=1,
-            head_dim=2,
             max_position_embeddings=max_position_embeddings,
             eos_token_ids=eos,
         )

@@ -32,7 +32,10 @@ from verl_tim.engine import EngineConfig, EngineConfigError
         ({"enable_prefix_cache": 1}, "enable_prefix_cache=1"),
         ({"load_weights": "no"}, "load_weights='no'"),
         ({"kv_cache_token": 64}, "unknown engine setting 'kv_cache_token'; did you mean 'kv_cache_tokens'"),
-        ({"tensor_parallel_size": 2}, "unknown engine setting 'tensor_parallel_size'"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size=0: expected a positive integer"),
+        ({"pipeline_parallel_size": True}, "pipeline_parallel_size=True: expected a positive integer"),
+        ({"tensor_parallel_size": 2, "numerics": "stock"}, "numerics='stock' runs on one rank"),
+        ({"tensor_parallel": 2}, "unknown engine setting 'tensor_parallel'; did you mean 'tensor_parallel_size'"),
     ],
     ids=str,
 )

@@ -25,14 +25,14 @@ _COMMON = {
 }
 
 
-def hf_model(kind: str, seed: int = 0) -> torch.nn.Module:
-    """A "qwen3" or "qwen3_moe" causal LM, float32, every weight random."""
+def hf_model(kind: str, seed: int = 0, **changes) -> torch.nn.Module:
+    """A "qwen3" or "qwen3_moe" causal LM, float32, every weight random. `changes`: to the config."""
     if kind == "qwen3":
         config_type, model_type, own = transformers.Qwen3Config, transformers.Qwen3ForCausalLM, {}
     else:
         config_type, model_type = transformers.Qwen3MoeConfig, transformers.Qwen3MoeForCausalLM
         own = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "norm_topk_prob": True}
-    config = config_type(**{**_COMMON, **own}, architectures=[model_type.__name__])
+    config = config_type(**{**_COMMON, **own, **changes}, architectures=[model_type.__name__])
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = model_type(config)
@@ -42,11 +42,11 @@ def hf_model(kind: str, seed: int = 0) -> torch.nn.Module:
                     parameter.add_(0.2 * torch.randn_like(parameter))
                 else:
                     parameter.mul_(3.0)
-            model.lm_head.weight.mul_(10.0)
+            model.lm_head.weight.mul_(2.0 if config.tie_word_embeddings else 10.0)
     return model.eval()
 
 
-def save(kind: str, folder: Path, seed: int = 0) -> Path:
+def save(kind: str, folder: Path, seed: int = 0, **changes) -> Path:
     """Write the model (not its tokenizer, which the engine does not read) to ``folder``."""
-    hf_model(kind, seed).save_pretrained(folder)
+    hf_model(kind, seed, **changes).save_pretrained(folder)
     return folder

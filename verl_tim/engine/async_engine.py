@@ -27,7 +27,9 @@ from verl_tim.engine.config import EngineConfig
 from verl_tim.engine.core import RequestOutput, SamplingParams
 from verl_tim.engine.engine import Engine, InFlight
 from verl_tim.engine.errors import EngineDeadError, EngineStateError
+from verl_tim.engine.parallel_engine import start_engine
 from verl_tim.engine.stats import EngineStats
+from verl_tim.engine.weight_reader import Reader
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +68,7 @@ class AsyncEngine:
 
     def __init__(self, config: EngineConfig, *, engine: Engine | None = None) -> None:
         self.config = config
-        self._engine = Engine(config) if engine is None else engine
+        self._engine = start_engine(config) if engine is None else engine
         self._condition = threading.Condition()
         self._inbox: deque[_Command] = deque()
         self._ended: BaseException | None = None  # set once, under the condition
@@ -143,12 +145,18 @@ class AsyncEngine:
     # Weights and memory.
 
     async def update_weights(
-        self, weights: NamedTensors | AsyncNamedTensors, version: int, *, in_flight: InFlight = "keep"
+        self,
+        weights: NamedTensors | AsyncNamedTensors,
+        version: int,
+        *,
+        in_flight: InFlight = "keep",
+        reader: Reader | None = None,
     ) -> None:
         """Load new weights between two steps; see :meth:`Engine.update_weights`.
 
         Args:
             weights: (Hugging Face name, tensor) pairs; an asynchronous stream is pulled from the calling event loop.
+            reader: of a split engine's `weight_stream.LocalTensors` among them.
 
         Raises:
             Whatever the stream or the model raises. Unfinished requests then fail with that cause, and the engine
@@ -160,7 +168,7 @@ class AsyncEngine:
 
         def run() -> None:
             try:
-                self._resolve(self._engine.update_weights(stream, version, in_flight=in_flight))
+                self._resolve(self._engine.update_weights(stream, version, in_flight=in_flight, reader=reader))
             except Exception as error:
                 if self._engine.no_weights is not None:
                     self._fail_waiters(error)
@@ -227,7 +235,10 @@ class AsyncEngine:
                 raise self._dead()
 
     def shutdown(self) -> None:
-        """End the thread after the step it is in; unfinished requests fail with EngineDeadError. Idempotent."""
+        """End the thread after the step it is in, and the engine; unfinished requests fail with EngineDeadError.
+
+        Idempotent.
+        """
         with self._condition:
             self._stop = True
             self._condition.notify()
@@ -351,6 +362,7 @@ class AsyncEngine:
         waiters, self._waiters = self._waiters, {}
         for future in (*waiters.values(), *pending):
             future.set_exception(self._dead())
+        self._engine.close()
 
     def _dead(self) -> EngineDeadError:
         assert self._ended is not None

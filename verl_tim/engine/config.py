@@ -27,7 +27,7 @@ class EngineConfig:
         device: "cpu", or "cuda" with an index.
         attention: the attention contract, "auto", "chunk64" or "fa3" (`numerics.attention.resolve_attention`); the
             trainer's must be the same.
-        page_size: tokens per KV page.
+        page_size: tokens per KV page; None is 16 on a CPU and 64 on a GPU, whose decode reads larger pages faster.
         kv_cache_tokens: tokens the KV pool holds (rounded down to whole pages). None derives it from kv_cache_bytes, or
             where that is None too, from the device's free memory times kv_memory_fraction, but never more than
             max_num_seqs sequences of max_model_len.
@@ -46,6 +46,10 @@ class EngineConfig:
             grow before anything is preempted. At least one page per running sequence stays free in any case.
         seed: base of the seeds of requests that bring none.
         load_weights: read the checkpoint at start; False waits for the first update_weights.
+        tensor_parallel_size: ranks that share the outputs of every weight; each has its own device.
+        pipeline_parallel_size: stages that share the layers, each of tensor_parallel_size ranks. With more than one
+            rank in all, `parallel_engine.start_engine` starts them; bits and tokens are those of one rank. Sizes of
+            the KV pool (kv_cache_bytes, shares of memory) are per rank.
 
     Raises:
         EngineConfigError: names the key and the remedy.
@@ -56,7 +60,7 @@ class EngineConfig:
     numerics: Numerics = "contract"
     device: str = "cpu"
     attention: str = "auto"
-    page_size: int = 16
+    page_size: int | None = None
     kv_cache_tokens: int | None = None
     kv_cache_bytes: int | None = None
     kv_memory_fraction: float = 0.3
@@ -70,22 +74,28 @@ class EngineConfig:
     watermark: float = 0.02
     seed: int = 0
     load_weights: bool = True
+    tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
 
     def __post_init__(self) -> None:
         if self.dtype not in _DTYPES:
             raise EngineConfigError(f"dtype={self.dtype!r}: expected one of {', '.join(_DTYPES)}")
         if self.numerics not in ("contract", "stock"):
             raise EngineConfigError(f"numerics={self.numerics!r}: expected 'contract' or 'stock'")
-        for name in ("page_size", "max_num_seqs", "max_num_batched_tokens"):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "tensor_parallel_size", "pipeline_parallel_size"):
             self._positive(name)
-        for name in ("kv_cache_tokens", "kv_cache_bytes", "max_prefill_chunk", "max_model_len"):
+        if self.num_ranks > 1 and self.numerics != "contract":
+            raise EngineConfigError(
+                f"numerics={self.numerics!r} runs on one rank: set tensor_parallel_size and pipeline_parallel_size to 1"
+            )
+        for name in ("page_size", "kv_cache_tokens", "kv_cache_bytes", "max_prefill_chunk", "max_model_len"):
             if getattr(self, name) is not None:
                 self._positive(name)
         if self.kv_cache_tokens is not None and self.kv_cache_bytes is not None:
             raise EngineConfigError("kv_cache_tokens and kv_cache_bytes both size the KV pool; set one of them")
-        if self.kv_cache_tokens is not None and self.kv_cache_tokens < self.page_size:
+        if self.kv_cache_tokens is not None and self.kv_cache_tokens < self.tokens_per_page:
             raise EngineConfigError(
-                f"kv_cache_tokens={self.kv_cache_tokens} is less than one page of page_size={self.page_size} tokens; "
+                f"kv_cache_tokens={self.kv_cache_tokens} is less than one page of {self.tokens_per_page} tokens; "
                 "raise kv_cache_tokens"
             )
         for name in ("kv_memory_fraction", "watermark"):
@@ -104,6 +114,16 @@ class EngineConfig:
         for name in ("enable_prefix_cache", "load_weights", "enforce_eager"):
             if not isinstance(getattr(self, name), bool):
                 raise EngineConfigError(f"{name}={getattr(self, name)!r}: expected true or false")
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes, and devices, of the engine."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def tokens_per_page(self) -> int:
+        """`page_size`, or what None stands for."""
+        return self.page_size or (64 if self.device.startswith("cuda") else 16)
 
     def _positive(self, name: str) -> None:
         value = getattr(self, name)

@@ -94,6 +94,12 @@ class DecodeIO:
         )
         return DecodeInputs(token_B, next_B, temperature_B, seed_B, batch)
 
+    def move(self, slot_B: Tensor) -> None:
+        """Leave the next position of the rows last read in their slots; another stage draws the token."""
+        state = self._state
+        next_B = self._next_B[: len(slot_B)] * (slot_B != state.null)
+        state.position_S.index_copy_(0, slot_B, next_B)
+
     def write(self, slot_B: Tensor, sampled: Sampled, results_4B: Tensor) -> None:
         """Pack the draws of the rows last read, and leave each token and its position in its slot."""
         state, next_B = self._state, self._next_B[: len(slot_B)]

@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
+from verl_tim.engine.errors import EngineConfigError
+
 Work = Callable[[], None]
 
 
@@ -123,3 +125,28 @@ class _CudaMark:
 
     def wait(self) -> None:
         self._event.synchronize()
+
+
+def rank_device(name: str, rank: int = 0) -> torch.device:
+    """Device of a rank: `name` for the first, the following GPUs for the others.
+
+    Raises:
+        EngineConfigError: no such device.
+    """
+    try:
+        device = torch.device(name)
+    except (RuntimeError, TypeError):
+        raise EngineConfigError(f"device={name!r}: expected 'cpu' or 'cuda' with an index") from None
+    if device.type not in ("cpu", "cuda"):
+        raise EngineConfigError(f"device={name!r}: expected 'cpu' or 'cuda' with an index")
+    if device.type == "cuda":
+        index = (device.index or 0) + rank
+        if index >= torch.cuda.device_count():
+            many = "" if rank == 0 else f" and {rank + 1} ranks or more need a GPU each"
+            raise EngineConfigError(
+                f"device={name!r}{many}: torch {torch.__version__} sees {torch.cuda.device_count()} GPUs; "
+                "use device='cpu', or fewer ranks"
+            )
+        if rank:
+            device = torch.device("cuda", index)
+    return device

@@ -28,16 +28,20 @@ from verl_tim.engine.core import (
     as_token_ids,
     default_seed,
 )
-from verl_tim.engine.device import CudaDevice, Device
+from verl_tim.engine.device import CudaDevice, Device, rank_device
 from verl_tim.engine.errors import EngineConfigError, EngineDeadError, EngineStateError, RequestError
 from verl_tim.engine.graph_runner import GraphRunner, Launched
 from verl_tim.engine.kv_cache import PagePool
 from verl_tim.engine.memory import MemoryUse
+from verl_tim.engine.parallel import Ranks
 from verl_tim.engine.rows import RowTable
 from verl_tim.engine.runner import ModelRunner, RunnableModel
-from verl_tim.engine.scheduler import Scheduler
+from verl_tim.engine.scheduler import Scheduler, StepPlan
+from verl_tim.engine.stages import StageRunner
 from verl_tim.engine.stats import EngineStats
+from verl_tim.engine.weight_reader import Reader
 from verl_tim.models import build_model, load_model_config
+from verl_tim.models.place import WHOLE
 from verl_tim.numerics.contract import contract_id
 
 logger = logging.getLogger(__name__)
@@ -55,18 +59,31 @@ class Engine:
         config: settings.
         model: a model made elsewhere; None builds config.model_path's.
         device: runs the steps of a graph runner; None: CUDA on a GPU, else the plain runner.
+        ranks: this process among the ranks of a split engine, all of which call the same verbs in the same order
+            (`parallel_engine`); None for an engine on one device.
 
     Raises:
         EngineConfigError: settings that contradict each other or the model.
     """
 
     def __init__(
-        self, config: EngineConfig, *, model: RunnableModel | None = None, device: Device | None = None
+        self,
+        config: EngineConfig,
+        *,
+        model: RunnableModel | None = None,
+        device: Device | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
+        if config.num_ranks > 1 and ranks is None:
+            raise EngineConfigError(
+                f"tensor_parallel_size={config.tensor_parallel_size} and pipeline_parallel_size="
+                f"{config.pipeline_parallel_size} need {config.num_ranks} ranks: make it with start_engine(config)"
+            )
         self.config = config
+        self._ranks = ranks
         self._in_flight: Launched | None = None
         self._ready: list[RequestOutput] = []  # ended in a step that another verb waited for
-        if device is None and (where := _device(config.device)).type == "cuda":
+        if device is None and (where := rank_device(config.device, 0 if ranks is None else ranks.rank)).type == "cuda":
             device = CudaDevice(where)
         if device is None and config.gpu_memory_utilization is not None:
             raise EngineConfigError(
@@ -75,7 +92,7 @@ class Engine:
             )
         free_before = 0 if device is None else device.free_and_total()[0]
         if model is None:
-            model = _build_model(config)
+            model = _build_model(config, ranks)
         self._model = model
         self._no_weights: str | None = (
             None if config.load_weights else ("no weights were loaded (load_weights=false); call update_weights first")
@@ -86,15 +103,22 @@ class Engine:
         self.vocab_size = int(model.config.vocab_size)
         self._eos_ids = _as_ids(model.config.eos_token_ids)
         self._stats = EngineStats()
-        self._rows = RowTable(config.max_num_seqs, self.max_model_len, config.page_size)
+        self._rows = RowTable(config.max_num_seqs, self.max_model_len, config.tokens_per_page)
         budget = config.max_num_batched_tokens
         self._runner: ModelRunner
         self._graph_runner: GraphRunner | None = None
+        self._stage_runner: StageRunner | None = None
+        stages = 1 if ranks is None else ranks.place.stages
         if device is None:
-            num_pages = self._num_pages()
-            self._runner = ModelRunner(
-                model, self._rows, self._stats, num_pages=num_pages, max_num_batched_tokens=budget
-            )
+            num_pages = self._least(self._num_pages())
+            if ranks is not None and stages > 1:
+                self._runner = self._stage_runner = StageRunner(
+                    model, self._rows, self._stats, ranks, num_pages=num_pages, max_num_batched_tokens=budget
+                )
+            else:
+                self._runner = ModelRunner(
+                    model, self._rows, self._stats, num_pages=num_pages, max_num_batched_tokens=budget
+                )
             self._runner.allocate_kv_cache()
         else:
             self._runner = self._graph_runner = GraphRunner(
@@ -102,6 +126,7 @@ class Engine:
                 num_pages=1, max_num_batched_tokens=budget,
                 # stock kernels read lengths back, which nothing can record
                 use_graphs=not config.enforce_eager and (model.numerics == "contract" or device.records_anything),
+                ranks=ranks,
             )  # fmt: skip
             with model.any_weights():
                 num_pages = self._start_graph_runner(self._graph_runner, device, free_before)
@@ -115,6 +140,7 @@ class Engine:
             max_prefill_chunk=config.max_prefill_chunk,
             watermark=config.watermark,
             enable_prefix_cache=config.enable_prefix_cache,
+            stages=stages,
         )
         self._weight_version = 0
         self._scheduler.start_version(0)
@@ -140,9 +166,11 @@ class Engine:
             runner.release_kv_cache()
             num_pages = self._pages_of(use.kv_bytes(config.gpu_memory_utilization), "gpu_memory_utilization")
             logger.info("device memory: %s", use)
+        num_pages = self._least(num_pages)
         runner.set_num_pages(num_pages)
         runner.allocate_kv_cache()
-        with tqdm(total=0, desc="recording decode graphs", unit="graph", disable=None) as bar:
+        silent = None if self._ranks is None or self._ranks.rank == 0 else True  # None: without a terminal
+        with tqdm(total=0, desc="recording decode graphs", unit="graph", disable=silent) as bar:
 
             def progress(done: int, total: int) -> None:
                 bar.total = total
@@ -200,12 +228,12 @@ class Engine:
         room = self.max_model_len - len(prompt)
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         # The last drawn token never enters the KV cache.
-        pages = -(-(len(prompt) + max_tokens - 1) // self.config.page_size)
+        pages = -(-(len(prompt) + max_tokens - 1) // self.config.tokens_per_page)
         if pages > self._pool.num_pages:
             raise RequestError(
                 f"a prompt of {len(prompt)} and max_tokens={max_tokens} need {pages} KV pages of "
-                f"{self.config.page_size} tokens, and the whole pool has {self._pool.num_pages}; raise kv_cache_tokens "
-                f"to at least {pages * self.config.page_size}, or lower max_tokens"
+                f"{self.config.tokens_per_page} tokens, and the whole pool has {self._pool.num_pages}; raise "
+                f"kv_cache_tokens to at least {pages * self.config.tokens_per_page}, or lower max_tokens"
             )
         stops = params.stop_token_ids if params.ignore_eos else (*self._eos_ids, *params.stop_token_ids)
         return Request(
@@ -219,7 +247,12 @@ class Engine:
         )
 
     def has_work(self) -> bool:
-        return self._scheduler.has_work() or self._in_flight is not None or bool(self._ready)
+        return self._scheduler.has_work() or self._in_flight is not None or bool(self._ready) or self._is_busy()
+
+    def _is_busy(self) -> bool:
+        """Whether plans are on their way through the stages of a pipeline."""
+        runner = self._stage_runner or self._graph_runner
+        return runner is not None and runner.is_busy
 
     def request_ids(self) -> list[str]:
         """Ids of all unfinished requests, running ones first."""
@@ -233,13 +266,11 @@ class Engine:
             Whatever the model raises. The step is then half done and cannot be told apart from a whole one, so the
             engine is dead: every later call raises EngineDeadError.
         """
-        self._check_alive()
-        if self._no_weights is not None:
-            raise EngineStateError(self._no_weights)
-        if not self._runner.has_kv_cache:
-            raise EngineStateError("the KV cache is released; call resume_kv_cache() first")
+        self._check_ready()
         if self._graph_runner is not None:
             return self._step_ahead(self._graph_runner)
+        if self._stage_runner is not None:
+            return self._step_staged(self._stage_runner)
         began = time.perf_counter()
         try:
             plan = self._scheduler.schedule()
@@ -264,20 +295,68 @@ class Engine:
         try:
             plan = self._scheduler.schedule()
             self._stats.schedule_seconds += time.perf_counter() - began
-            if plan is not None:
+            if plan is not None or runner.is_busy:
                 launched = runner.launch(plan, self._weight_version)
+            if plan is not None:
                 self._scheduler.advance(plan)
                 self._stats.steps += 1
         except BaseException as error:
             self._failure = error
             raise
-        self._settle()
+        self._collect()
         self._in_flight = launched
         outputs, self._ready = self._ready, []
         return outputs
 
+    def _check_ready(self) -> None:
+        """Raises what :meth:`step` raises before it changes anything."""
+        self._check_alive()
+        if self._no_weights is not None:
+            raise EngineStateError(self._no_weights)
+        if not self._runner.has_kv_cache:
+            raise EngineStateError("the KV cache is released; call resume_kv_cache() first")
+
+    def _step_staged(self, runner: StageRunner) -> list[RequestOutput]:
+        """Start the next step, and move those under way on by a stage."""
+        began = time.perf_counter()
+        try:
+            plan = self._scheduler.schedule()
+            self._stats.schedule_seconds += time.perf_counter() - began
+            self._tick(runner, plan)
+        except BaseException as error:
+            self._failure = error
+            raise
+        outputs, self._ready = self._ready, []
+        return outputs
+
+    def _tick(self, runner: StageRunner, plan: StepPlan | None) -> None:
+        began = time.perf_counter()
+        ended = runner.tick(plan)
+        ran = time.perf_counter()
+        self._stats.forward_seconds += ran - began
+        if plan is not None:
+            self._scheduler.advance(plan)
+            self._stats.steps += 1
+        if ended is not None:
+            self._ready += self._scheduler.collect(*ended, self._weight_version)
+        self._stats.post_seconds += time.perf_counter() - ran
+
     def _settle(self) -> None:
-        """Wait for the step in flight, if there is one, and book it."""
+        """Wait for what is under way, if anything is, and book it."""
+        self._collect()
+        while self._is_busy():
+            try:
+                if self._stage_runner is not None:
+                    self._tick(self._stage_runner, None)
+                elif self._graph_runner is not None:
+                    self._in_flight = self._graph_runner.launch(None, self._weight_version)
+            except BaseException as error:
+                self._failure = error
+                raise
+            self._collect()
+
+    def _collect(self) -> None:
+        """Wait for the step whose results are in flight, if there is one, and book it."""
         if self._in_flight is None or self._graph_runner is None:
             return
         launched, self._in_flight = self._in_flight, None
@@ -340,7 +419,12 @@ class Engine:
         return self._runner.has_kv_cache
 
     def update_weights(
-        self, weights: Iterable[tuple[str, torch.Tensor]], version: int, *, in_flight: InFlight = "keep"
+        self,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        version: int,
+        *,
+        in_flight: InFlight = "keep",
+        reader: Reader | None = None,
     ) -> list[RequestOutput]:
         """Load new weights, a stream of (Hugging Face name, tensor); tokens drawn from now on carry ``version``.
 
@@ -352,6 +436,7 @@ class Engine:
 
         Args:
             in_flight: "keep" unfinished requests, or "abort" them.
+            reader: for a split engine only (`parallel_engine`).
 
         Returns:
             Outputs of aborted requests.
@@ -360,10 +445,9 @@ class Engine:
             Whatever the stream or the model raises (``models.WeightError`` names the tensor). The model is then in
             between: the engine refuses to run until an update succeeds; unfinished requests stay.
         """
-        if in_flight not in ("keep", "abort"):
-            raise ValueError(f"in_flight={in_flight!r}: expected 'keep' or 'abort'")
-        if isinstance(version, bool) or not isinstance(version, int):
-            raise ValueError(f"version={version!r}: expected an integer")
+        self._check_update(version, in_flight)
+        if reader is not None:
+            raise ValueError("reader: an engine on one device reads its weights itself")
         self._check_alive()
         self._settle()
         outputs = self.abort() if in_flight == "abort" else []
@@ -377,6 +461,13 @@ class Engine:
         self._scheduler.start_version(version)
         self._stats.weight_updates += 1
         return outputs
+
+    @staticmethod
+    def _check_update(version: int, in_flight: InFlight) -> None:
+        if in_flight not in ("keep", "abort"):
+            raise ValueError(f"in_flight={in_flight!r}: expected 'keep' or 'abort'")
+        if isinstance(version, bool) or not isinstance(version, int):
+            raise ValueError(f"version={version!r}: expected an integer")
 
     def release_kv_cache(self) -> None:
         """Free the KV tensors. Running requests wait and are recomputed after :meth:`resume_kv_cache`."""
@@ -428,13 +519,14 @@ class Engine:
             "architecture": getattr(model.config, "architecture", None),
             "numerics": model.numerics,
             "contract": contract,
+            "attention": model.attention,
             "device": str(model.device),
             "dtype": str(model.dtype).removeprefix("torch."),
             "kv_dtype": str(model.dtype).removeprefix("torch."),
-            "page_size": config.page_size,
+            "page_size": config.tokens_per_page,
             "num_pages": self._pool.num_pages,
-            "kv_cache_tokens": self._pool.num_pages * config.page_size,
-            "kv_cache_bytes": (self._pool.num_pages + 1) * ModelRunner.page_bytes(model, config.page_size),
+            "kv_cache_tokens": self._pool.num_pages * config.tokens_per_page,
+            "kv_cache_bytes": (self._pool.num_pages + 1) * ModelRunner.page_bytes(model, config.tokens_per_page),
             "max_num_seqs": config.max_num_seqs,
             "max_num_batched_tokens": config.max_num_batched_tokens,
             "max_prefill_chunk": config.max_prefill_chunk,
@@ -445,9 +537,14 @@ class Engine:
             "seed": config.seed,
             "eos_token_ids": list(self._eos_ids),
             "weight_version": self._weight_version,
+            "tensor_parallel_size": config.tensor_parallel_size,
+            "pipeline_parallel_size": config.pipeline_parallel_size,
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),
         }
+
+    def close(self) -> None:
+        """End what the engine started; an engine on one device started nothing. Idempotent."""
 
     def audit(self) -> None:
         """Check all accounting; an AssertionError names the rule that is broken."""
@@ -471,18 +568,25 @@ class Engine:
     def _num_pages(self) -> int:
         config = self.config
         if config.kv_cache_tokens is not None:
-            return config.kv_cache_tokens // config.page_size
+            return config.kv_cache_tokens // config.tokens_per_page
         if config.kv_cache_bytes is not None:
             return self._pages_of(config.kv_cache_bytes, "kv_cache_bytes", limited=False)
-        return self._pages_of(int(_free_bytes(self._model.device) * config.kv_memory_fraction), "kv_memory_fraction")
+        free = _free_bytes(self._model.device)
+        if self._model.device.type == "cpu":
+            free //= config.num_ranks  # which all share it
+        return self._pages_of(int(free * config.kv_memory_fraction), "kv_memory_fraction")
+
+    def _least(self, num_pages: int) -> int:
+        """The pages that every rank has room for."""
+        return num_pages if self._ranks is None else self._ranks.minimum(num_pages)
 
     def _pages_of(self, nbytes: int, key: str, *, limited: bool = True) -> int:
         """Pages in ``nbytes``, at most what ``max_num_seqs`` longest sequences can use where ``limited``."""
         config = self.config
-        page_bytes = ModelRunner.page_bytes(self._model, config.page_size)
+        page_bytes = ModelRunner.page_bytes(self._model, config.tokens_per_page)
         pages = nbytes // page_bytes - 1  # the null page takes one
         if limited:
-            pages = min(pages, config.max_num_seqs * -(-self.max_model_len // config.page_size))
+            pages = min(pages, config.max_num_seqs * -(-self.max_model_len // config.tokens_per_page))
         if pages < 1:
             raise EngineConfigError(
                 f"{key}={getattr(config, key)} leaves no room for a KV page of {page_bytes} bytes; raise {key}"
@@ -490,31 +594,18 @@ class Engine:
         return int(pages)
 
 
-def _build_model(config: EngineConfig) -> RunnableModel:
+def _build_model(config: EngineConfig, ranks: Ranks | None) -> RunnableModel:
     model = build_model(
         load_model_config(config.model_path),
         dtype=getattr(torch, config.dtype),
-        device=_device(config.device),
+        device=rank_device(config.device) if ranks is None else ranks.device,
         numerics=config.numerics,
         attention=config.attention,
+        place=WHOLE if ranks is None else ranks.place,
     )
     if config.numerics == "contract":
         model.probe()  # refuses a machine or a process whose kernels do not keep the contract
     return model
-
-
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-    except (RuntimeError, TypeError):
-        raise EngineConfigError(f"device={name!r}: expected 'cpu' or 'cuda' with an index") from None
-    if device.type not in ("cpu", "cuda"):
-        raise EngineConfigError(f"device={name!r}: expected 'cpu' or 'cuda' with an index")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise EngineConfigError(
-            f"device={name!r}: torch {torch.__version__} sees {torch.cuda.device_count()} GPUs; use device='cpu'"
-        )
-    return device
 
 
 def _as_ids(eos: int | Iterable[int] | None) -> tuple[int, ...]:

@@ -5,12 +5,17 @@ the host and run eagerly. Both read drawn tokens on the device (device_state.py)
 be launched while the one before still runs. What a step drew comes back through a rotating host buffer behind a mark.
 
 The host's work per step is a fixed number of array operations over its sequences and a fixed number of launches.
+
+In a pipeline (`stages.py` says how its ranks keep time) a plan is prepared when it is made, with everything it reads of
+the rows then, and submitted when it reaches this stage. What stages pass on, and what the last one drew, travels
+between the recorded steps, on the same stream and in the same order on all ranks.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -19,15 +24,17 @@ import torch
 from torch import Tensor
 
 from verl_tim.engine.decode_io import RESULTS, write_results
-from verl_tim.engine.device import Device, Mark
+from verl_tim.engine.device import Device, Mark, Work
 from verl_tim.engine.device_state import DeviceState, apply
 from verl_tim.engine.errors import EngineStateError
 from verl_tim.engine.graphs import DecodeGraphs, bucket_sizes
+from verl_tim.engine.parallel import Ranks
 from verl_tim.engine.rows import RowTable
 from verl_tim.engine.runner import ModelRunner, RunnableModel
 from verl_tim.engine.scheduler import DrawnStep, StepPlan
 from verl_tim.engine.staging import Staging
 from verl_tim.engine.stats import EngineStats
+from verl_tim.models.place import WHOLE
 from verl_tim.numerics.paging import DecodeBatch, PagedBatch, StagedLayout
 from verl_tim.numerics.sampling import SamplingTensors
 
@@ -52,11 +59,32 @@ class Launched:
     mark: Mark
 
 
+@dataclass
+class _Prepared:
+    """A plan, ready to be submitted.
+
+    rows: hidden states that it passes from stage to stage; columns: of its results, of which `drawn` are the plan's;
+    submit: the forward, and on the last stage the draw; hidden: what the forward gave; finish: work on the device that
+    completes the results, on the last stage only; slots_D: of the drawing sequences, on the device.
+    """
+
+    plan: StepPlan
+    weight_version: int
+    drawn: int
+    rows: int
+    columns: int
+    submit: Work
+    hidden: Callable[[], Tensor]
+    finish: Callable[[], Tensor]
+    slots_D: Tensor | None
+
+
 class GraphRunner(ModelRunner):
     """Model, KV tensors, device state and graphs of one engine.
 
     Args:
         use_graphs: off, every step runs eagerly; look-ahead and results are the same.
+        ranks: this process among the stages of a pipeline; None or one stage: all of the model's layers are here.
     """
 
     def __init__(
@@ -69,11 +97,16 @@ class GraphRunner(ModelRunner):
         num_pages: int,
         max_num_batched_tokens: int,
         use_graphs: bool,
+        ranks: Ranks | None = None,
     ) -> None:
         super().__init__(model, rows, stats, num_pages=num_pages, max_num_batched_tokens=max_num_batched_tokens)
         self._device = device
         self._use_graphs = use_graphs
         slots = len(rows.requests)
+        self._ranks = ranks
+        self._place = WHOLE if ranks is None else ranks.place
+        stages = self._place.stages
+        self._under_way: deque[_Prepared | None] = deque([None] * stages, maxlen=stages)  # by stage that is at it
         self._state = DeviceState(device, rows)
         self._graphs = DecodeGraphs(
             device,
@@ -82,19 +115,41 @@ class GraphRunner(ModelRunner):
             page_size=rows.page_size,
             max_model_len=rows.max_model_len,
             forward=self._forward,
-            draw=lambda hidden_BD, sampling, cut_R: model.draw(hidden_BD, sampling, cut_R),
+            draw=(lambda hidden_BD, sampling, cut_R: model.draw(hidden_BD, sampling, cut_R))
+            if self._place.is_last
+            else None,
         )
         self._graph_slot_B = np.full(self._graphs.sizes[-1], self._state.null, np.int64)  # what graphs.slot_B holds
-        self._staging = Staging(device, 1 << 16, _DEPTH)
-        self._eager_results = torch.zeros(RESULTS * slots, dtype=torch.int32, device=device.device)
+        self._staging = Staging(device, 1 << 16, _DEPTH + stages - 1)
+        columns = max(slots, self._graphs.sizes[-1])  # other stages' recorded steps leave theirs here, too
+        self._eager_results = torch.zeros(RESULTS * columns, dtype=torch.int32, device=device.device)
         nbytes = 4 * RESULTS * self._graphs.sizes[-1]
         self._result_buffers = [device.host_buffer(nbytes).view(torch.int32) for _ in range(_DEPTH)]
         self._turn = 0
+        self._inbox: Tensor | None = None  # where the stage before leaves its hidden states
+        if not self._place.is_first:
+            rows_most = max(-(-max_num_batched_tokens // model.row_floor) * model.row_floor, self._graphs.sizes[-1])
+            self._inbox = torch.zeros(2 * rows_most * model.config.hidden_size, dtype=model.dtype, device=device.device)
+
+    def _received(self, rows: int) -> Tensor | None:
+        """[2, rows, hidden]: what the stage before passes on, in its place; None on the first stage."""
+        if self._inbox is None:
+            return None
+        hidden = self.model.config.hidden_size
+        return self._inbox[: 2 * rows * hidden].view(2, rows, hidden)
 
     def _forward(self, token_ids_T: Tensor, batch: PagedBatch | DecodeBatch) -> Tensor:
         assert self._k_pages_LPSHD is not None
         assert self._v_pages_LPSHD is not None
-        return self.model.forward(token_ids_T, batch, self._k_pages_LPSHD, self._v_pages_LPSHD)
+        if self._inbox is None:
+            return self.model.forward(token_ids_T, batch, self._k_pages_LPSHD, self._v_pages_LPSHD)
+        return self.model.forward(
+            token_ids_T,
+            batch,
+            self._k_pages_LPSHD,
+            self._v_pages_LPSHD,
+            received=self._received(token_ids_T.shape[0]),
+        )
 
     # Memory.
 
@@ -185,15 +240,27 @@ class GraphRunner(ModelRunner):
         sampling = SamplingTensors(one_B, row_B * 0 + 50, one_B * 0.9, one_B * 0, row_B, row_B)
 
         def step() -> None:
-            self.model.draw(self._forward(zero_T, batch)[last], sampling, row_B)
+            hidden_TD = self._forward(zero_T, batch)
+            if self._place.is_last:
+                self.model.draw(hidden_TD[last], sampling, row_B)
 
         return self._device.peak_bytes(step)
 
     # Steps.
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether plans are on their way through the stages."""
+        return any(prepared is not None for prepared in self._under_way)
+
     @torch.inference_mode()
-    def launch(self, plan: StepPlan, weight_version: int) -> Launched:
+    def launch(self, plan: StepPlan | None, weight_version: int) -> Launched | None:
         """Submit a step. Its sequences' rows must be as the plan found them; book it (`Scheduler.advance`) after.
+
+        In a pipeline: start the plan, if there is one, and move all others on by a stage.
+
+        Returns:
+            The step whose results come with this one: of the plan itself, in a pipeline of the one that ends, if any.
 
         Raises:
             EngineStateError: the KV cache is released.
@@ -201,13 +268,59 @@ class GraphRunner(ModelRunner):
         if not self.has_kv_cache:
             raise EngineStateError("the KV cache is released; call resume_kv_cache() first")
         began = time.perf_counter()
-        drawn = int(plan.draws_B.sum())
         self._turn = (self._turn + 1) % _DEPTH
-        replays = self._use_graphs and plan.is_decode
-        host_4B = self._launch_graph(plan) if replays else self._launch_eager(plan, drawn)
-        launched = Launched(plan, weight_version, drawn, host_4B, self._device.mark())
+        place, under_way = self._place, self._under_way
+        under_way.appendleft(None if plan is None else self._prepare(plan, weight_version))
+        mine = under_way[place.stage]
+        if mine is not None:
+            mine.submit()
+        if place.stages > 1:
+            self._pass_on(mine)
+        done, launched = under_way[-1], None
+        if done is not None:
+            under_way[-1] = None
+            host = self._result_buffers[self._turn][: RESULTS * done.columns]
+            if done.drawn:
+                self._device.submit(self._results_work(done, host))
+            results_4B = host.view(RESULTS, done.columns).numpy()
+            launched = Launched(done.plan, done.weight_version, done.drawn, results_4B, self._device.mark())
         self._stats.forward_seconds += time.perf_counter() - began
         return launched
+
+    def _pass_on(self, mine: _Prepared | None) -> None:
+        """Submit the exchange with the neighbouring stages: first from before, then to the next, along the chain."""
+        place, ranks = self._place, self._ranks
+        assert ranks is not None
+        coming = None if place.is_first else self._under_way[place.stage - 1]
+        into = None if coming is None else self._received(coming.rows)
+        out = None if place.is_last or mine is None else mine.hidden
+
+        def exchange() -> None:
+            if into is not None:
+                ranks.receive(into)
+            if out is not None:
+                ranks.send(out())
+
+        if into is not None or out is not None:
+            self._device.submit(exchange)
+
+    def _results_work(self, done: _Prepared, host: Tensor) -> Work:
+        """The device's work that brings what a plan drew to every rank, and to the host."""
+        place, ranks, state = self._place, self._ranks, self._state
+
+        def work() -> None:
+            if place.is_last:
+                results_4B = done.finish()
+            else:
+                results_4B = self._eager_results[: RESULTS * done.columns].view(RESULTS, done.columns)
+            if ranks is not None and place.stages > 1:
+                ranks.from_stage(results_4B, place.stages - 1)
+                if not place.is_last:
+                    token_D = results_4B[0, : done.drawn].to(torch.int64)
+                    state.token_S.index_copy_(0, done.slots_D, token_D)  # type: ignore[arg-type]
+            host.copy_(results_4B.view(-1), non_blocking=True)
+
+        return work
 
     def collect(self, launched: Launched) -> DrawnStep | None:
         """Wait for a step's results; None if it draws nothing."""
@@ -222,11 +335,16 @@ class GraphRunner(ModelRunner):
             words[0].copy(), words[1].view(np.float32).copy(), words[3].view(np.float32).copy(), words[2].copy()
         )
 
-    def _launch_graph(self, plan: StepPlan) -> np.ndarray:
+    def _prepare(self, plan: StepPlan, weight_version: int) -> _Prepared:
+        if self._use_graphs and plan.is_decode:
+            return self._prepare_graph(plan, weight_version)
+        return self._prepare_eager(plan, weight_version)
+
+    def _prepare_graph(self, plan: StepPlan, weight_version: int) -> _Prepared:
         state, graphs, staging, submit = self._state, self._graphs, self._staging, self._device.submit
         slots_B, rows = plan.slots_B, len(plan.slots_B)
         size = graphs.bucket(rows)
-        staging.begin(state.packet_bytes(slots_B) + 8 * size + 64 * rows)
+        staging.begin(state.packet_bytes(slots_B) + 16 * size + 64 * rows)
         changes = state.stage(staging, slots_B, plan.start_B, feed=True)
         new_slot_B: Tensor | None = None
         wanted = np.full(size, state.null, np.int64)
@@ -234,22 +352,23 @@ class GraphRunner(ModelRunner):
         if not np.array_equal(wanted, self._graph_slot_B[:size]):
             self._graph_slot_B[:size] = wanted
             new_slot_B = staging.put(wanted)
+        slots_D = None if self._place.is_last else staging.put(slots_B)
         cut_R = np.flatnonzero(self._cuts(slots_B))
         redraw = self._stage_cuts(slots_B, cut_R, plan.start_B + 1) if len(cut_R) else None
         staging.send()
+        state.moved(slots_B, plan.start_B + 1, plan.draws_B)
 
         def update() -> None:
             apply(changes)
             if new_slot_B is not None:
                 graphs.slot_B[:size].copy_(new_slot_B)
 
-        if changes or new_slot_B is not None:
-            submit(update)
-        graphs.replay(size)
-        state.moved(slots_B, plan.start_B + 1, plan.draws_B)
-        host = self._result_buffers[self._turn][: RESULTS * size]
+        def submit_step() -> None:
+            if changes or new_slot_B is not None:
+                submit(update)
+            graphs.replay(size)
 
-        def finish() -> None:
+        def finish() -> Tensor:
             results_4B = graphs.results(size)
             if redraw is not None:
                 rows_R, slots_R, sampling = redraw
@@ -259,15 +378,17 @@ class GraphRunner(ModelRunner):
                 write_results(words, sampled)
                 results_4B.index_copy_(1, rows_R, words)
                 state.token_S.index_copy_(0, slots_R, sampled.token_B)
-            host.copy_(results_4B.view(-1), non_blocking=True)
+            return results_4B
 
-        submit(finish)
-        return host.view(RESULTS, size).numpy()
+        return _Prepared(
+            plan, weight_version, rows, size, size, submit_step, lambda: graphs.hidden(size), finish, slots_D
+        )
 
-    def _launch_eager(self, plan: StepPlan, drawn: int) -> np.ndarray:
+    def _prepare_eager(self, plan: StepPlan, weight_version: int) -> _Prepared:
         rows, state, staging, submit = self._rows, self._state, self._staging, self._device.submit
         slots_B, start_B, count_B = plan.slots_B, plan.start_B, plan.count_B
         sequences, page_size = len(slots_B), rows.page_size
+        drawn = int(plan.draws_B.sum())
         end_B = np.cumsum(count_B)
         context_B = start_B + count_B
         used = int(end_B[-1])
@@ -289,8 +410,10 @@ class GraphRunner(ModelRunner):
         feed = (staging.put(end_B[fed_B] - 1), staging.put(slots_B[fed_B])) if fed_B.any() else None
         draw = self._stage_draw(plan, end_B, context_B) if drawn else None
         staging.send()
+        state.moved(slots_B, context_B, plan.draws_B)
         pages = -(-int(context_B.max()) // page_size)
-        host = self._result_buffers[self._turn][: RESULTS * drawn]
+        is_last = self._place.is_last
+        kept: list[Tensor] = []  # what the forward gave, for the next stage
 
         def step() -> None:
             apply(changes)
@@ -307,19 +430,22 @@ class GraphRunner(ModelRunner):
                 staged=StagedLayout(*layout, table_BM, kv_slot, where),
             )
             hidden_TD = self._forward(token, batch)
+            if not is_last:
+                kept.append(hidden_TD)
             if draw is None:
                 return
             last_B, slots_D, sampling, cut_R = draw
-            sampled = self.model.draw(hidden_TD.index_select(0, last_B), sampling, cut_R)
-            results_4B = self._eager_results[: RESULTS * drawn].view(RESULTS, drawn)
-            write_results(results_4B, sampled)
-            state.token_S.index_copy_(0, slots_D, sampled.token_B)
+            if is_last:
+                sampled = self.model.draw(hidden_TD.index_select(0, last_B), sampling, cut_R)
+                write_results(self._eager_results[: RESULTS * drawn].view(RESULTS, drawn), sampled)
+                state.token_S.index_copy_(0, slots_D, sampled.token_B)
             state.position_S.index_copy_(0, slots_D, sampling.position_B)
-            host.copy_(results_4B.view(-1), non_blocking=True)
 
-        submit(step)
-        state.moved(slots_B, context_B, plan.draws_B)
-        return host.view(RESULTS, drawn).numpy()
+        def finish() -> Tensor:
+            return self._eager_results[: RESULTS * drawn].view(RESULTS, drawn)
+
+        slots_D = None if draw is None else draw[1]
+        return _Prepared(plan, weight_version, drawn, padded, drawn, lambda: submit(step), kept.pop, finish, slots_D)
 
     # Sampling parameters.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import deque
 from collections.abc import Iterable
 from typing import Any, Protocol
 
@@ -35,7 +36,9 @@ class RunnableModel(Protocol):
     @property
     def config(
         self,
-    ) -> Any: ...  # vocab_size, num_layers, num_kv_heads, head_dim, max_position_embeddings, eos_token_ids
+    ) -> Any: ...  # vocab_size, max_position_embeddings, eos_token_ids
+    @property
+    def kv_shape(self) -> tuple[int, int, int]: ...  # layers, kv heads, head_dim of the keys kept here
     @property
     def numerics(self) -> str: ...
     @property
@@ -47,6 +50,7 @@ class RunnableModel(Protocol):
         k_pages_LPSHD: torch.Tensor,
         v_pages_LPSHD: torch.Tensor,
         chosen: list[torch.Tensor] | None = None,
+        received: torch.Tensor | None = None,
     ) -> torch.Tensor: ...
     def logits(self, hidden_BD: torch.Tensor) -> torch.Tensor: ...
     def draw(
@@ -67,15 +71,32 @@ class _Buffer:
         self.array = self.tensor.numpy()
 
 
+class _Inputs:
+    """The input buffers of one step."""
+
+    def __init__(self, max_rows: int, max_seqs: int, max_pages: int) -> None:
+        self.token_T, self.position_T, self.slot_T = _Buffer(max_rows), _Buffer(max_rows), _Buffer(max_rows)
+        self.query_start_S1, self.context_len_S = _Buffer(max_seqs + 1), _Buffer(max_seqs)
+        self.block_table_SM = _Buffer(max_seqs * max_pages)  # viewed as (sequences, pages) of the step, contiguous
+
+
 class ModelRunner:
     """Model, KV tensors and input buffers of one engine.
 
     Args:
         num_pages: pages that can be owned; the tensors hold one more, the null page 0.
+        steps: whose input buffers are in use at once.
     """
 
     def __init__(
-        self, model: RunnableModel, rows: RowTable, stats: EngineStats, *, num_pages: int, max_num_batched_tokens: int
+        self,
+        model: RunnableModel,
+        rows: RowTable,
+        stats: EngineStats,
+        *,
+        num_pages: int,
+        max_num_batched_tokens: int,
+        steps: int = 1,
     ) -> None:
         self.model = model
         self._rows = rows
@@ -85,15 +106,13 @@ class ModelRunner:
         self._v_pages_LPSHD: torch.Tensor | None = None
         max_rows = -(-max_num_batched_tokens // ROW_FLOOR) * ROW_FLOOR
         max_seqs, max_pages = rows.page_SM.shape
-        self._token_T, self._position_T, self._slot_T = _Buffer(max_rows), _Buffer(max_rows), _Buffer(max_rows)
-        self._query_start_S1, self._context_len_S = _Buffer(max_seqs + 1), _Buffer(max_seqs)
-        self._block_table_SM = _Buffer(max_seqs * max_pages)  # viewed as (sequences, pages) of the step, contiguous
+        self._inputs = deque(_Inputs(max_rows, max_seqs, max_pages) for _ in range(steps))
 
     @staticmethod
     def page_bytes(model: RunnableModel, page_size: int) -> int:
         """Bytes of one page: keys and values of all layers."""
-        config = model.config
-        elements = config.num_layers * page_size * config.num_kv_heads * config.head_dim
+        layers, kv_heads, head_dim = model.kv_shape
+        elements = layers * page_size * kv_heads * head_dim
         return 2 * elements * torch.empty(0, dtype=model.dtype).element_size()
 
     @property
@@ -102,14 +121,8 @@ class ModelRunner:
 
     def allocate_kv_cache(self) -> None:
         """Make the KV tensors, zeroed: a masked key contributes an exact zero only if it is finite."""
-        config = self.model.config
-        shape = (
-            config.num_layers,
-            self._num_pages + 1,
-            self._rows.page_size,
-            config.num_kv_heads,
-            config.head_dim,
-        )
+        layers, kv_heads, head_dim = self.model.kv_shape
+        shape = (layers, self._num_pages + 1, self._rows.page_size, kv_heads, head_dim)
         self._k_pages_LPSHD = torch.zeros(shape, dtype=self.model.dtype, device=self.model.device)
         self._v_pages_LPSHD = torch.zeros(shape, dtype=self.model.dtype, device=self.model.device)
 
@@ -161,13 +174,15 @@ class ModelRunner:
     def _build(self, plan: StepPlan) -> tuple[torch.Tensor, PagedBatch]:
         """The step's rows, padded to a multiple of ROW_FLOOR with rows that write to the null page."""
         rows, page_size = self._rows, self._rows.page_size
+        inputs = self._inputs[0]
+        self._inputs.rotate()
         slots_B, start_B, count_B = plan.slots_B, plan.start_B, plan.count_B
         sequences = len(slots_B)
         end_B = np.cumsum(count_B)
         used = int(end_B[-1])
         padded = -(-used // ROW_FLOOR) * ROW_FLOOR
 
-        token_T, position_T, slot_T = self._token_T.array, self._position_T.array, self._slot_T.array
+        token_T, position_T, slot_T = inputs.token_T.array, inputs.position_T.array, inputs.slot_T.array
         if used == sequences:  # one row each, the common decode step
             position, slots = start_B, slots_B
         else:
@@ -179,28 +194,37 @@ class ModelRunner:
         for array in (token_T, position_T, slot_T):
             array[used:padded] = 0
 
-        self._query_start_S1.array[1 : sequences + 1] = end_B
-        np.add(start_B, count_B, out=self._context_len_S.array[:sequences])
-        pages = -(-int(self._context_len_S.array[:sequences].max()) // page_size)
-        block_table = self._block_table_SM.tensor[: sequences * pages].view(sequences, pages)
+        inputs.query_start_S1.array[1 : sequences + 1] = end_B
+        np.add(start_B, count_B, out=inputs.context_len_S.array[:sequences])
+        pages = -(-int(inputs.context_len_S.array[:sequences].max()) // page_size)
+        block_table = inputs.block_table_SM.tensor[: sequences * pages].view(sequences, pages)
         np.take(rows.page_SM[:, :pages], slots_B, axis=0, out=block_table.numpy(), mode="clip")
 
         device = self.model.device
         batch = PagedBatch(
-            query_start_S1=self._query_start_S1.tensor[: sequences + 1],
-            context_len_S=self._context_len_S.tensor[:sequences],
+            query_start_S1=inputs.query_start_S1.tensor[: sequences + 1],
+            context_len_S=inputs.context_len_S.tensor[:sequences],
             block_table_SM=block_table,
-            slot_T=self._slot_T.tensor[:padded],
-            position_T=self._position_T.tensor[:padded],
+            slot_T=inputs.slot_T.tensor[:padded],
+            position_T=inputs.position_T.tensor[:padded],
             device=device,
         )
-        return self._token_T.tensor[:padded].to(device), batch
+        return inputs.token_T.tensor[:padded].to(device), batch
+
+
+def recorded_routes(chosen: list[torch.Tensor], last_B: torch.Tensor, recording: list[int]) -> torch.Tensor:
+    """int16 (recording sequences, layers, k): the experts chosen in their last rows."""
+    rows_R = last_B[torch.tensor(recording, device=last_B.device)]
+    return torch.stack([expert_TK[rows_R] for expert_TK in chosen], 1).to(torch.int16).cpu()
 
 
 def _routes(
     chosen: list[torch.Tensor], last_B: torch.Tensor, slots_B: np.ndarray, recording: list[int]
 ) -> dict[int, np.ndarray]:
     """slot -> int16 (layers, k) of the recording sequences' last rows."""
-    rows_R = last_B[torch.tensor(recording, device=last_B.device)]
-    routes_RLK = torch.stack([expert_TK[rows_R] for expert_TK in chosen], 1).to(torch.int16).cpu().numpy()
-    return {int(slots_B[place]): routes_LK for place, routes_LK in zip(recording, routes_RLK, strict=True)}
+    return by_slot(recorded_routes(chosen, last_B, recording), slots_B, recording)
+
+
+def by_slot(routes_RLK: torch.Tensor, slots_B: np.ndarray, recording: list[int]) -> dict[int, np.ndarray]:
+    """slot -> its row of `recorded_routes`."""
+    return {int(slots_B[place]): routes_LK for place, routes_LK in zip(recording, routes_RLK.numpy(), strict=True)}

@@ -76,7 +76,12 @@ class DrawnStep:
 
 
 class Scheduler:
-    """Owns the waiting requests; moves them into and out of the row table, and pages into and out of the pool."""
+    """Owns the waiting requests; moves them into and out of the row table, and pages into and out of the pool.
+
+    Args:
+        stages: of a pipeline. A drawn token is fed again `stages` steps later, so that as many steps are under way,
+            of disjoint decodes; a step takes its share of them.
+    """
 
     def __init__(
         self,
@@ -88,6 +93,7 @@ class Scheduler:
         max_prefill_chunk: int | None,
         watermark: float,
         enable_prefix_cache: bool,
+        stages: int = 1,
     ) -> None:
         self.rows = rows
         self.pool = pool
@@ -99,6 +105,9 @@ class Scheduler:
         self._watermark_pages = math.ceil(watermark * pool.num_pages)
         self._caching = enable_prefix_cache
         self._root = root_key(-1)
+        self._stages = stages
+        self._step = 0
+        self._drew_at_S = np.full(len(rows.requests), -stages, np.int64)  # step that last drew, by slot
 
     # The verbs on requests.
 
@@ -117,17 +126,16 @@ class Scheduler:
         self.waiting[request.request_id] = request
 
     def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
-        """End the named requests where they stand; what they drew is in their outputs. Unknown ids are skipped."""
-        outputs = []
-        slots = []
-        for request_id in request_ids:
-            if request_id in self.waiting:
-                outputs.append(self._finish(self.waiting.pop(request_id), "abort"))
-            elif request_id in self._running:
-                slots.append(self._running[request_id])
-        for request in self._unload(np.array(slots, np.int64)):
-            outputs.append(self._finish(request, "abort"))
-        return outputs
+        """End the named requests where they stand; what they drew is in their outputs, the oldest request's first.
+
+        Their callers may send them again at once, and those that have drawn most should not then wait for the others.
+        Unknown ids are skipped.
+        """
+        named = dict.fromkeys(request_ids)
+        running = [slot for request_id, slot in self._running.items() if request_id in named]
+        ended = self._unload(np.array(running, np.int64))
+        ended += [self.waiting.pop(request_id) for request_id in list(named) if request_id in self.waiting]
+        return [self._finish(request, "abort") for request in sorted(ended, key=lambda request: request.arrival)]
 
     def preempt_all(self) -> None:
         """Take the pages of every running sequence; all are recomputed later. Not counted as preemptions."""
@@ -143,6 +151,7 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """Choose the next step and give it its pages; None where there is nothing to do until pending results come."""
+        self._step += 1
         chosen = self._continue_running()
         if chosen is None:
             return None
@@ -162,6 +171,7 @@ class Scheduler:
         slots, count = slots[first], count[first]
         start = self.rows.num_computed_S[slots]
         draws = start + count == self.rows.num_tokens_S[slots]
+        self._drew_at_S[slots[draws]] = self._step
         self.stats.chunk_cuts += int((~draws).sum())
         self.stats.min_free_pages = min(self.stats.min_free_pages, self.pool.num_available)
         return StepPlan(slots, start, count, draws, self.rows.tenancy_S[slots])
@@ -262,6 +272,11 @@ class Scheduler:
             left = rows.num_tokens_S[order] - rows.num_computed_S[order]
             left[rows.num_tokens_S[order] == rows.max_total_S[order]] = 0  # all drawn, its last token pending
             decode = left == 1
+            if self._stages > 1:
+                # A pending token of a younger step has not come back to the first stage.
+                young = (rows.num_pending_S[order] > 0) & (self._step - self._drew_at_S[order] < self._stages)
+                left[young], decode[young] = 0, False
+                decode &= np.cumsum(decode) <= -(-len(order) // self._stages)
             count = decode.astype(np.int64)
             budget = self._token_budget - int(count.sum())
             assert budget >= 0, "admission let in more sequences than the budget has rows"

@@ -9,8 +9,7 @@ line of one has its counterpart in the other, with the same op of `verl_tim.nume
     PreparedLinear (q, k, v fused)          linear (q, k, v)
     qk_norm_rope_write, paged_attention     qk_norm_rope, varlen_attention
     PreparedLinear (o)                      linear (o)
-    PreparedLinear (gate, up fused)         linear (gate, up)
-    swiglu_inference, PreparedLinear        swiglu, linear
+    gate_up_inference, PreparedLinear       linear (gate, up), swiglu, linear (down)
     router_inference, experts_inference     router, experts
 """
 
@@ -27,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from verl_tim.models.config import ModelConfig
 from verl_tim.models.taps import ROTATED, recording, tap
 from verl_tim.models.weights import WeightSlot
-from verl_tim.numerics.activation import swiglu, swiglu_inference
+from verl_tim.numerics.activation import gate_up_inference, swiglu
 from verl_tim.numerics.attention import PackedSequences, paged_attention, varlen_attention
 from verl_tim.numerics.contract import COLUMN_FLOOR, ContractError, ceil_to, on_gpu
 from verl_tim.numerics.linear import PreparedLinear, linear
@@ -35,6 +34,7 @@ from verl_tim.numerics.moe import Routes, experts, experts_inference, router, ro
 from verl_tim.numerics.norm import add_rms_norm, add_rms_norm_inference, rms_norm, rms_norm_inference
 from verl_tim.numerics.paging import DecodeBatch, PagedBatch
 from verl_tim.numerics.rope import qk_norm_rope, qk_norm_rope_write
+from verl_tim.numerics.shards import ONE, Shards
 
 
 def tap_routes(layer: str, routes: Routes) -> None:
@@ -56,12 +56,20 @@ class Step:
 
 
 class ContractLayer:
-    """Weights and forward of layer `index`. `slots` maps the names below ``model.layers.<index>.`` to buffer views."""
+    """Weights and forward of layer `index`. `slots` maps the names below ``model.layers.<index>.`` to buffer views.
 
-    def __init__(self, config: ModelConfig, index: int, *, dtype: torch.dtype, device: torch.device) -> None:
-        self.config = config
+    With several ranks in `shards`, each holds some heads and some outputs of every linear; inputs of a linear are
+    gathered before it, so that hidden states are whole, and equal, on every rank. Norms and router are on every rank.
+    """
+
+    def __init__(
+        self, config: ModelConfig, index: int, *, dtype: torch.dtype, device: torch.device, shards: Shards = ONE
+    ) -> None:
+        self.config, self.shards = config, shards
         self.name = f"model.layers.{index}"
-        heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.num_heads = _size(shards.part(config.num_heads, "num_attention_heads"))
+        self.num_kv_heads = _size(shards.part(config.num_kv_heads, "num_key_value_heads"))
+        heads, kv_heads, dim = self.num_heads, self.num_kv_heads, config.head_dim
         self.slots: dict[str, WeightSlot] = {}
         self.input_norm = self._vector("input_layernorm.weight", config.hidden_size, dtype, device)
         self.post_norm = self._vector("post_attention_layernorm.weight", config.hidden_size, dtype, device)
@@ -73,10 +81,11 @@ class ContractLayer:
             bias=config.arch.qkv_bias,
         )
         for part, name in enumerate("qkv"):
-            self.slots[f"self_attn.{name}_proj.weight"] = WeightSlot(self.qkv.weight_view(part), dtype)
+            total = (config.num_heads if name == "q" else config.num_kv_heads) * dim
+            self.slots[f"self_attn.{name}_proj.weight"] = self._part(self.qkv.weight_view(part), dtype, total)
             if config.arch.qkv_bias:
-                self.slots[f"self_attn.{name}_proj.bias"] = WeightSlot(self.qkv.bias_view(part), dtype)
-        self.output = self._linear("self_attn.o_proj", config.hidden_size, heads * dim, dtype, device)
+                self.slots[f"self_attn.{name}_proj.bias"] = self._part(self.qkv.bias_view(part), dtype, total)
+        self.output = self._split_linear("self_attn.o_proj", config.num_heads * dim, dtype, device)
         self.qk_norm: Tensor | None = None
         if config.arch.qk_norm:
             # One weight per head of q and k, so that both are normalised in one call.
@@ -87,40 +96,54 @@ class ContractLayer:
         if self.is_moe:
             self._build_moe(dtype, device)
         else:
-            inner = config.intermediate_size
+            total = config.intermediate_size
+            self.inner = inner = _size(shards.part(total, "intermediate_size"))
             self.gate_up = PreparedLinear((inner, inner), config.hidden_size, dtype=dtype, device=device)
-            self.slots["mlp.gate_proj.weight"] = WeightSlot(self.gate_up.weight_view(0), dtype)
-            self.slots["mlp.up_proj.weight"] = WeightSlot(self.gate_up.weight_view(1), dtype)
-            self.down = self._linear("mlp.down_proj", config.hidden_size, inner, dtype, device)
+            self.slots["mlp.gate_proj.weight"] = self._part(self.gate_up.weight_view(0), dtype, total)
+            self.slots["mlp.up_proj.weight"] = self._part(self.gate_up.weight_view(1), dtype, total)
+            self.down = self._split_linear("mlp.down_proj", total, dtype, device)
+
+    def _part(self, target: Tensor, dtype: torch.dtype, total: int) -> WeightSlot:
+        """The slot of this rank's rows of a weight of `total` rows."""
+        if self.shards.size == 1:
+            return WeightSlot(target, dtype)
+        return WeightSlot(target, dtype, part=self.shards.part(total, "rows"), total=total)
 
     def _vector(self, name: str, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         weight = torch.zeros(size, dtype=dtype, device=device)
         self.slots[name] = WeightSlot(weight, dtype)
         return weight
 
-    def _linear(
-        self, name: str, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device
-    ) -> PreparedLinear:
-        prepared = PreparedLinear((out_features,), in_features, dtype=dtype, device=device)
-        self.slots[f"{name}.weight"] = WeightSlot(prepared.weight_view(0), dtype)
+    def _split_linear(self, name: str, in_features: int, dtype: torch.dtype, device: torch.device) -> PreparedLinear:
+        """This rank's share of a linear that gives hidden states."""
+        hidden = self.config.hidden_size
+        share = _size(self.shards.part(hidden, "hidden_size"))
+        prepared = PreparedLinear((share,), in_features, dtype=dtype, device=device)
+        self.slots[f"{name}.weight"] = self._part(prepared.weight_view(0), dtype, hidden)
         return prepared
 
     def _build_moe(self, dtype: torch.dtype, device: torch.device) -> None:
         moe, hidden = self.config.moe, self.config.hidden_size
         assert moe is not None
-        inner = moe.intermediate_size
-        self.router = self._linear("mlp.gate", moe.num_experts, hidden, dtype, device)
-        gate_up_rows, down_rows, kept_dtype = 2 * inner, hidden, dtype
+        shards = self.shards
+        inner = self.inner = _size(shards.part(moe.intermediate_size, "moe_intermediate_size"))
+        share = _size(shards.part(hidden, "hidden_size"))
+        self.router = PreparedLinear((moe.num_experts,), hidden, dtype=dtype, device=device)
+        self.slots["mlp.gate.weight"] = WeightSlot(self.router.weight_view(0), dtype)
+        gate_up_rows, down_rows, kept_dtype = 2 * inner, share, dtype
         if not on_gpu(device):  # as `PreparedLinear`
             gate_up_rows, down_rows = ceil_to(gate_up_rows, COLUMN_FLOOR), ceil_to(down_rows, COLUMN_FLOOR)
             kept_dtype = torch.float32
         self.experts_gate_up = torch.zeros(moe.num_experts, gate_up_rows, hidden, dtype=kept_dtype, device=device)
-        self.experts_down = torch.zeros(moe.num_experts, down_rows, inner, dtype=kept_dtype, device=device)
+        self.experts_down = torch.zeros(
+            moe.num_experts, down_rows, moe.intermediate_size, dtype=kept_dtype, device=device
+        )
+        total = moe.intermediate_size
         for e in range(moe.num_experts):
             gate_up, down = self.experts_gate_up[e], self.experts_down[e]
-            self.slots[f"mlp.experts.{e}.gate_proj.weight"] = WeightSlot(gate_up[:inner], dtype)
-            self.slots[f"mlp.experts.{e}.up_proj.weight"] = WeightSlot(gate_up[inner : 2 * inner], dtype)
-            self.slots[f"mlp.experts.{e}.down_proj.weight"] = WeightSlot(down[:hidden], dtype)
+            self.slots[f"mlp.experts.{e}.gate_proj.weight"] = self._part(gate_up[:inner], dtype, total)
+            self.slots[f"mlp.experts.{e}.up_proj.weight"] = self._part(gate_up[inner : 2 * inner], dtype, total)
+            self.slots[f"mlp.experts.{e}.down_proj.weight"] = self._part(down[:share], dtype, hidden)
 
     @property
     def buffers(self) -> list[Tensor]:
@@ -155,9 +178,9 @@ class ContractLayer:
     def _attention(self, h_TD: Tensor, step: Step, k_pages_PSHD: Tensor, v_pages_PSHD: Tensor) -> Tensor:
         c, slots = self.config, step.paged.slot_T
         rows = h_TD.shape[0]
-        qkv_THD = self.qkv(h_TD).view(rows, c.num_heads + 2 * c.num_kv_heads, c.head_dim)
+        qkv_THD = self.qkv(h_TD).view(rows, self.num_heads + 2 * self.num_kv_heads, c.head_dim)
         q_THD = qk_norm_rope_write(
-            qkv_THD, c.num_heads, self.qk_norm, c.rms_norm_eps, step.cos_TF, step.sin_TF, k_pages_PSHD, v_pages_PSHD,
+            qkv_THD, self.num_heads, self.qk_norm, c.rms_norm_eps, step.cos_TF, step.sin_TF, k_pages_PSHD, v_pages_PSHD,
             slots,
         )  # fmt: skip
         if recording():
@@ -166,7 +189,7 @@ class ContractLayer:
             tap(f"{self.name}.self_attn.k {ROTATED}", k_pages_PSHD.flatten(0, 1)[slots])
         out = paged_attention(q_THD, k_pages_PSHD, v_pages_PSHD, step.paged, step.attention)
         tap(f"{self.name}.self_attn.attention", out)
-        out_TD = self.output(out.view(rows, -1))
+        out_TD = self.shards.columns(self.output(self.shards.columns(out.view(rows, -1))))
         tap(f"{self.name}.self_attn.o_proj", out_TD)
         return out_TD
 
@@ -178,9 +201,13 @@ class ContractLayer:
             if step.chosen is not None:
                 step.chosen.append(routes.expert_TK)
             tap_routes(self.name, routes)
-            return experts_inference(h_TD, routes, self.experts_gate_up, self.experts_down, c.moe.intermediate_size)
-        gate_up = self.gate_up(h_TD)
-        return self.down(swiglu_inference(gate_up[:, : c.intermediate_size], gate_up[:, c.intermediate_size :]))
+            return experts_inference(h_TD, routes, self.experts_gate_up, self.experts_down, self.inner, self.shards)
+        inner_TI = gate_up_inference(h_TD, self.gate_up)
+        return self.shards.columns(self.down(self.shards.columns(inner_TI)))
+
+
+def _size(part: slice) -> int:
+    return part.stop - part.start
 
 
 class TrainerStep:

@@ -4,6 +4,7 @@ sampling."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal
@@ -14,11 +15,20 @@ from torch import Tensor
 
 from verl_tim.models.config import ModelConfig
 from verl_tim.models.contract_layer import ContractLayer, Step
+from verl_tim.models.place import WHOLE, Place
 from verl_tim.models.stock_layer import StockLayer, rms_norm
 from verl_tim.models.taps import tap
-from verl_tim.models.weights import WeightError, WeightSlot, checkpoint_weights, load_into, weight_checksum
+from verl_tim.models.weights import (
+    WeightError,
+    WeightSlot,
+    checkpoint_weights,
+    checksum_of,
+    load_into,
+    weight_digests,
+)
 from verl_tim.numerics.attention import resolve_attention
 from verl_tim.numerics.contract import ROW_FLOOR, ContractError, check_process, contract_id, exact_region, on_gpu
+from verl_tim.numerics.embedding import embedding_inference
 from verl_tim.numerics.head import head_logits, log_probs_of, mask_padding, token_log_probs
 from verl_tim.numerics.linear import PreparedLinear, matmul_rows
 from verl_tim.numerics.norm import add_rms_norm_inference
@@ -26,6 +36,8 @@ from verl_tim.numerics.paging import DecodeBatch, PagedBatch
 from verl_tim.numerics.probe import ProbeReport, probe
 from verl_tim.numerics.rope import RopeTable
 from verl_tim.numerics.sampling import Sampled, SamplingTensors, draw, sample
+from verl_tim.numerics.shards import VocabularyPart
+from verl_tim.numerics.split_head import split_draw, split_log_probs, split_logits, vocabulary_part
 
 Numerics = Literal["contract", "stock"]
 _EMBED, _HEAD, _NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
@@ -39,15 +51,28 @@ class EngineModel:
     """
 
     def __init__(
-        self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device, numerics: Numerics, attention: str
+        self,
+        config: ModelConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        numerics: Numerics,
+        attention: str,
+        place: Place = WHOLE,
     ) -> None:
-        self.config, self.dtype, self.device, self.numerics = config, dtype, device, numerics
+        self.config, self.dtype, self.device, self.numerics, self.place = config, dtype, device, numerics, place
         self.attention = "stock"
         if numerics == "contract":
             self.attention = resolve_attention(attention, device, config.head_dim)
             contract_id(device, dtype, self.attention)  # refuses what has no contract
         elif numerics != "stock":
             raise ContractError(f"numerics={numerics!r} is unknown; use 'contract' or 'stock'")
+        if numerics == "stock" and place != WHOLE:
+            raise ContractError("numerics='stock' runs on one rank; use numerics='contract' for a split model")
+        self._layer_indices = place.layers(config.num_layers)
+        self._part: VocabularyPart | None = None
+        if place.shards.size > 1:
+            self._part = vocabulary_part(place.shards, config.vocab_size, device)
         self._rope = RopeTable(
             config.rope.inverse_frequencies, config.rope.scaling, config.max_position_embeddings, device
         )
@@ -59,30 +84,65 @@ class EngineModel:
         """`forward` takes rows in multiples of this. The GPU schedules serve any number of rows with the same bits."""
         return ROW_FLOOR if self.numerics == "contract" and not on_gpu(self.device) else 1
 
+    @property
+    def kv_shape(self) -> tuple[int, int, int]:
+        """(layers, kv heads, head_dim) of the keys that this rank keeps."""
+        return len(self._layer_indices), self.config.num_kv_heads // self.place.shards.size, self.config.head_dim
+
     # -- weights ---------------------------------------------------------------------------------------------------
 
     def _allocate(self) -> None:
-        c, exact = self.config, self.numerics == "contract"
-        layer_type = ContractLayer if exact else StockLayer
-        self._layers = [layer_type(c, i, dtype=self.dtype, device=self.device) for i in range(c.num_layers)]
-        self._norm = torch.zeros(c.hidden_size, dtype=self.dtype, device=self.device)
-        self._slots = {_NORM: WeightSlot(self._norm, self.dtype)}
-        for index, layer in enumerate(self._layers):
+        c, place = self.config, self.place
+        self._slots = {}
+        self._layers = []
+        for index in range(c.num_layers):
+            here = index in self._layer_indices
+            device = self.device if here else torch.device("meta")
+            layer: ContractLayer | StockLayer
+            if self.numerics == "contract":
+                layer = ContractLayer(c, index, dtype=self.dtype, device=device, shards=place.shards)
+            else:
+                layer = StockLayer(c, index, dtype=self.dtype, device=device)
             self._slots |= {f"model.layers.{index}.{name}": slot for name, slot in layer.slots.items()}
-        # The head's float32 buffer is the only copy of a tied embedding: its rows hold model-dtype values exactly.
-        if exact:
-            head = PreparedLinear((c.vocab_size,), c.hidden_size, dtype=self.dtype, device=self.device)
-            self._head, head_slot = head.weight_PK, WeightSlot(head.weight_view(0), self.dtype)
-        else:
-            self._head = torch.zeros(c.vocab_size, c.hidden_size, dtype=self.dtype, device=self.device)
-            head_slot = WeightSlot(self._head, self.dtype)
+            if here:
+                self._layers.append(layer)
+        self._norm = torch.zeros(c.hidden_size, dtype=self.dtype, device=self._where(place.is_last))
+        self._slots[_NORM] = WeightSlot(self._norm, self.dtype)
         if c.tie_word_embeddings:
-            self._embed = self._head
-            self._slots[_EMBED] = head_slot
+            self._allocate_tied()
+            return
+        embed_device = self._where(place.is_first)
+        self._embed = torch.zeros(c.vocab_size, c.hidden_size, dtype=self.dtype, device=embed_device)
+        self._slots[_EMBED] = WeightSlot(self._embed, self.dtype)
+        self._head, self._slots[_HEAD] = self._head_weight(self._where(place.is_last))
+
+    def _where(self, here: bool) -> torch.device:
+        return self.device if here else torch.device("meta")
+
+    def _head_weight(self, device: torch.device, *, whole: bool = False) -> tuple[Tensor, WeightSlot]:
+        """The head's buffer, as its schedule wants it, and its slot; of the whole vocabulary or of this rank's part."""
+        c, part = self.config, None if whole else self._part
+        rows = c.vocab_size if part is None else part.width
+        if self.numerics == "contract":
+            prepared = PreparedLinear((rows,), c.hidden_size, dtype=self.dtype, device=device)
+            buffer, target = prepared.weight_PK, prepared.weight_view(0)
         else:
-            self._embed = torch.zeros(c.vocab_size, c.hidden_size, dtype=self.dtype, device=self.device)
-            self._slots[_EMBED] = WeightSlot(self._embed, self.dtype)
-            self._slots[_HEAD] = head_slot
+            buffer = target = torch.zeros(rows, c.hidden_size, dtype=self.dtype, device=device)
+        if part is None:
+            return buffer, WeightSlot(target, self.dtype)
+        return buffer, WeightSlot(target, self.dtype, part=part.rows, total=c.vocab_size)
+
+    def _allocate_tied(self) -> None:
+        """One buffer for embedding and head: on a CPU the head's float32 one, whose rows hold model-dtype values
+        exactly. A rank with a part of the head reads it from the rows of the whole embedding, where it embeds."""
+        place, part = self.place, self._part
+        embeds = place.is_first
+        self._head, self._slots[_EMBED] = self._head_weight(self._where(embeds or place.is_last), whole=embeds)
+        self._embed = self._head
+        if embeds and part is not None:
+            last = part.first + part.width
+            stop = last if last < part.vocab_size else self._head.shape[0]  # with the padding behind the last column
+            self._head = self._head[part.first : stop]
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Load every weight from a stream of (HF name, full tensor); packed and per-expert MoE names both fit.
@@ -133,15 +193,19 @@ class EngineModel:
         """Bytes of weights held."""
         if not self._slots:
             return 0
-        tensors = {t.data_ptr(): t.nbytes for layer in self._layers for t in layer.buffers}
-        tensors |= {t.data_ptr(): t.nbytes for t in (self._norm, self._head, self._embed)}
-        return sum(tensors.values())
+        held = [t for layer in self._layers for t in layer.buffers] + [self._norm, self._head, self._embed]
+        storages = [t.untyped_storage() for t in held if not t.is_meta]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(HF name, copy in the model dtype) of every weight; a tied head is not repeated."""
+        """(HF name, copy in the model dtype) of every weight of this rank's layers; a tied head is not repeated.
+
+        Where outputs are split the full weights are put together: a collective of the stage's ranks.
+        """
         self._require_weights()
         for name, slot in self._slots.items():
-            yield name, slot.read()
+            if slot.is_held:
+                yield name, slot.read_full(self.place.shards)
 
     def weight_shapes(self) -> dict[str, torch.Size]:
         """Shape of every weight that a load must bring, by HF name."""
@@ -149,13 +213,18 @@ class EngineModel:
             self._allocate()
         return {name: slot.shape for name, slot in self._slots.items()}
 
+    def weight_digests(self) -> dict[str, str]:
+        """See `verl_tim.models.weights.weight_digests`; of `named_weights`, and as collective."""
+        return weight_digests(self.named_weights(), self.dtype)
+
     def weight_checksum(self) -> str:
-        """See `verl_tim.models.weights.weight_checksum`."""
-        return weight_checksum(self.named_weights(), self.dtype)
+        """See `verl_tim.models.weights.weight_checksum`; of a model in one piece."""
+        return checksum_of(self.weight_digests())
 
     def probe(self) -> ProbeReport:
         """Check the contract at this model's shapes on this device (`verl_tim.numerics.probe`); for start-up."""
-        return probe(self.device, self.dtype, self.config.probe_shapes, attention=self.attention)
+        shapes = dataclasses.replace(self.config.probe_shapes, ranks=self.place.shards.size)
+        return probe(self.device, self.dtype, shapes, attention=self.attention)
 
     def _require_weights(self) -> None:
         if not self._loaded:
@@ -171,6 +240,7 @@ class EngineModel:
         k_pages_LPSHD: Tensor,
         v_pages_LPSHD: Tensor,
         chosen: list[Tensor] | None = None,
+        received: Tensor | None = None,
     ) -> Tensor:
         """Run this step's rows, write their keys and values, and return their hidden states.
 
@@ -180,9 +250,11 @@ class EngineModel:
             k_pages_LPSHD, v_pages_LPSHD: [layers, pages, page_size, kv heads, head_dim] in the model dtype; page 0 is
                 the null page.
             chosen: gets the chosen experts [T, K] of each sparse layer appended, in layer order.
+            received: what the stage before returned; None at the first stage.
 
         Returns:
-            [T, hidden] in the model dtype, final norm applied.
+            [T, hidden] in the model dtype, final norm applied. Of a stage that is not the last: [2, T, hidden], the
+            last branch's result and the residual stream before it, for the next stage.
         """
         self._require_weights()
         rows = token_ids_T.shape[0]
@@ -193,12 +265,17 @@ class EngineModel:
         with exact_region(self.device.type):
             cos_TF, sin_TF = self._rope.at(paged.position_T, paged.max_context)
             step = Step(paged, cos_TF, sin_TF, self.attention, chosen)
-            x = F.embedding(token_ids_T, self._embed).to(self.dtype)
-            tap("model.embed_tokens", x)
             residual: Tensor | None = None
+            if received is None:
+                x = embedding_inference(token_ids_T, self._embed).to(self.dtype)
+                tap("model.embed_tokens", x)
+            else:
+                x, residual = received.unbind()
             for index, layer in enumerate(self._layers):
                 x, residual = layer(x, residual, step, k_pages_LPSHD[index], v_pages_LPSHD[index])
             assert residual is not None, "a model has layers"
+            if not self.place.is_last:
+                return torch.stack([x, residual])
             if self.numerics == "contract":
                 h, _ = add_rms_norm_inference(x, residual, self._norm, self.config.rms_norm_eps)
             else:
@@ -213,6 +290,8 @@ class EngineModel:
         with exact_region(self.device.type):
             if self.numerics == "stock":
                 return F.linear(hidden_BD, self._head).to(torch.float32)
+            if self._part is not None:
+                return split_logits(hidden_BD, self._head, self._part)
             if on_gpu(hidden_BD):
                 return head_logits(hidden_BD, self._head)
             return mask_padding(matmul_rows(hidden_BD.to(torch.float32), self._head), self.config.vocab_size)
@@ -225,6 +304,9 @@ class EngineModel:
         if self.numerics == "stock":
             divisor_T1 = torch.where(temperature_T == 0.0, 1.0, temperature_T)[:, None]
             return torch.log_softmax(self.logits(hidden_TD) / divisor_T1, dim=-1).gather(1, token_T[:, None])[:, 0]
+        if self._part is not None:
+            with exact_region(self.device.type):
+                return split_log_probs(hidden_TD, self._head, self._part, token_T, temperature_T)[0]
         if on_gpu(hidden_TD):
             with exact_region(self.device.type):
                 return token_log_probs(hidden_TD, self._head, token_T, temperature_T)[0]
@@ -237,6 +319,8 @@ class EngineModel:
         self._require_weights()
         if self.numerics == "contract":
             with exact_region(self.device.type):
+                if self._part is not None:
+                    return split_draw(hidden_BD, self._head, self._part, params, cut_R)
                 return draw(hidden_BD, self._head, self.config.vocab_size, params, cut_R)
         logits_BV = self.logits(hidden_BD)
         broken_B = ~torch.isfinite(logits_BV.amax(dim=-1))
@@ -263,10 +347,14 @@ def build_model(
     device: torch.device | str,
     numerics: Numerics = "contract",
     attention: str = "auto",
+    place: Place = WHOLE,
 ) -> EngineModel:
     """An `EngineModel` without weights; they are allocated by the first load.
 
-    `attention`: the attention contract, see `verl_tim.numerics.attention.resolve_attention`.
+    `attention`: the attention contract, see `verl_tim.numerics.attention.resolve_attention`. `place`: the part of the
+    model that this process holds; `forward`, `logits`, `log_probs` and `draw` are then collectives of its stage.
     Raises `ContractError` for numerics='contract' on a device or in a dtype that has no contract.
     """
-    return EngineModel(config, dtype=dtype, device=torch.device(device), numerics=numerics, attention=attention)
+    return EngineModel(
+        config, dtype=dtype, device=torch.device(device), numerics=numerics, attention=attention, place=place
+    )

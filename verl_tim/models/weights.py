@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+
+from verl_tim.numerics.shards import Shards
 
 
 class WeightError(ValueError):
@@ -22,23 +24,54 @@ class WeightSlot:
     """Where one HF weight lives: a view into a buffer of the model. Values are rounded to `dtype` on the way in.
 
     With `repeated`, the buffer keeps the weight several times: `target` has a leading dimension that the weight lacks.
+    With `part` and `total`, the buffer keeps the rows `part` of the weight's `total`, the others are other ranks'. A
+    target on the meta device is a weight that this rank has no part of; its shape is checked all the same.
     """
 
     target: Tensor
     dtype: torch.dtype
     repeated: bool = False
+    part: slice | None = None
+    total: int = 0
 
     @property
     def shape(self) -> torch.Size:
+        """Of the full weight."""
+        if self.part is not None:
+            return torch.Size((self.total, *self.target.shape[1:]))
         return self.target.shape[1:] if self.repeated else self.target.shape
 
+    @property
+    def is_held(self) -> bool:
+        return not self.target.is_meta
+
+    def _own(self, value: Tensor) -> Tensor:
+        """What this rank keeps of a full weight, rounded."""
+        value = value if self.part is None else value[self.part]
+        return value.to(self.target.device, self.dtype)
+
     def write(self, value: Tensor) -> None:
-        self.target.copy_(value.to(self.target.device, self.dtype))
+        if self.is_held:
+            self.target.copy_(self._own(value))
+
+    def holds(self, value: Tensor) -> bool:
+        """Whether what is kept equals a full weight's."""
+        return not self.is_held or torch.equal(self.read(), self._own(value))
 
     def read(self) -> Tensor:
-        """The weight in the model dtype (a copy)."""
+        """What this rank keeps of the weight, in the model dtype (a copy)."""
         target = self.target[0] if self.repeated else self.target
         return target.to(self.dtype, copy=True).contiguous()
+
+    def read_full(self, shards: Shards) -> Tensor:
+        """The weight in the model dtype, put together from all ranks of `shards`: a collective where it is split."""
+        own = self.read()
+        if self.part is None:
+            return own
+        sizes = shards.all(torch.tensor([own.shape[0]], device=own.device))[:, 0].tolist()
+        padded = own.new_zeros(max(sizes), *own.shape[1:])
+        padded[: own.shape[0]] = own
+        return torch.cat([part[:size] for part, size in zip(shards.all(padded), sizes, strict=True)])
 
 
 def per_expert(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -90,7 +123,7 @@ def load_into(
         if not value.is_floating_point():
             raise WeightError(f"weight {name!r} is {value.dtype}; only floating-point weights are served")
         twin = {head: embedding, embedding: head}.get(name)
-        if twin in seen and not torch.equal(slot.read(), value.to(slot.target.device, slot.dtype)):
+        if twin in seen and not slot.holds(value):
             raise WeightError(f"weight {name!r} differs from {twin!r}, but the config ties them")
         slot.write(value)
         seen.add(name)
@@ -130,12 +163,22 @@ def checkpoint_weights(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
                 yield name, handle.get_tensor(name)
 
 
-def weight_checksum(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> str:
-    """sha256 over (HF name, shape, bytes rounded to `dtype`), sorted by name: equal on trainer and engine exactly when
-    both hold the same weights in that dtype. A tied head must be left out on both sides."""
-    digests = []
+def weight_digests(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> dict[str, str]:
+    """HF name -> sha256 over (name, shape, bytes rounded to `dtype`)."""
+    digests = {}
     for name, value in per_expert(weights):
         rounded = value.detach().to("cpu", dtype).contiguous()
         content = rounded.view(-1).view(torch.uint8).numpy()
-        digests.append((name, hashlib.sha256(f"{name}{tuple(value.shape)}".encode() + content.tobytes()).hexdigest()))
-    return hashlib.sha256(repr(sorted(digests)).encode()).hexdigest()
+        digests[name] = hashlib.sha256(f"{name}{tuple(value.shape)}".encode() + content.tobytes()).hexdigest()
+    return digests
+
+
+def checksum_of(digests: Mapping[str, str]) -> str:
+    """`weight_checksum` from the digests of all weights."""
+    return hashlib.sha256(repr(sorted(digests.items())).encode()).hexdigest()
+
+
+def weight_checksum(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> str:
+    """sha256 over (HF name, shape, bytes rounded to `dtype`), sorted by name: equal on trainer and engine exactly when
+    both hold the same weights in that dtype. A tied head must be left out on both sides."""
+    return checksum_of(weight_digests(weights, dtype))
