@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from verl_tim.rollout.options import local_model_folder, rollout_options
+from verl_tim.rollout.options import local_model_folder, ranks_of, rollout_options
 from verl_tim.training.config import ConfigError
 
 
@@ -31,13 +31,15 @@ def options(context=128, **changes):
 
 
 def test_verls_keys_reach_the_engine():
-    read = options(engine_kwargs={"vexact": {"page_size": 8, "kv_cache_tokens": 512, "num_threads": 2}})
+    engine = {"page_size": 8, "kv_cache_tokens": 512, "num_threads": 2, "in_flight": "keep"}
+    read = options(engine_kwargs={"vexact": engine})
     engine = read.engine
     assert (engine.numerics, engine.dtype, engine.seed, engine.max_num_seqs) == ("contract", "bfloat16", 7, 16)
     assert (engine.page_size, engine.kv_cache_tokens, engine.max_num_batched_tokens) == (8, 512, 256)
     assert engine.max_model_len == read.max_model_len == 100
     assert not engine.load_weights
     assert read.num_threads == 2
+    assert read.in_flight == "keep"
     assert options(load_format="auto").engine.load_weights
     assert options(name="stock").engine.numerics == "stock"
 
@@ -50,8 +52,15 @@ def test_a_gpu_takes_verls_memory_share_and_eager_switch():
     assert (on_cpu.gpu_memory_utilization, on_cpu.enforce_eager) == (None, False)
 
 
+def test_the_engine_is_split_as_verl_asks():
+    engine = options(tensor_model_parallel_size=2, pipeline_model_parallel_size=3).engine
+    assert (engine.tensor_parallel_size, engine.pipeline_parallel_size, engine.num_ranks) == (2, 3, 6)
+    assert ranks_of(config(tensor_model_parallel_size=2, pipeline_model_parallel_size=3)) == 6
+    assert options().engine.num_ranks == ranks_of(config()) == 1
+
+
 def test_options_of_another_rollout_are_not_read():
-    assert options(engine_kwargs={"stock": {"page_size": 4}}).engine.page_size == 16
+    assert options(engine_kwargs={"stock": {"page_size": 4}}).engine.tokens_per_page == 16
 
 
 @pytest.mark.parametrize(
@@ -62,10 +71,11 @@ def test_options_of_another_rollout_are_not_read():
         ({"engine_kwargs": {"vexact": {"numerics": "stock"}}}, r"engine_kwargs\.vexact\.numerics"),
         ({"engine_kwargs": {"vexact": {"page_size": 0}}}, "page_size=0"),
         ({"engine_kwargs": {"vexact": {"num_threads": 0}}}, "num_threads=0"),
+        ({"engine_kwargs": {"vexact": {"in_flight": "drop"}}}, "in_flight='drop': choose keep or abort"),
         ({"engine_kwargs": {"vexact": 5}}, r"engine_kwargs\.vexact=5"),
         ({"engine_kwargs": {"vexact": {"kv_cache_tokens": 96}}}, r"kv_cache_tokens=96 .*at least 112"),
-        ({"tensor_model_parallel_size": 2}, "rollout.tensor_model_parallel_size=2"),
-        ({"pipeline_model_parallel_size": 4}, "rollout.pipeline_model_parallel_size=4"),
+        ({"name": "stock", "tensor_model_parallel_size": 2}, "rollout.tensor_model_parallel_size=2: rollout stock has"),
+        ({"name": "stock", "pipeline_model_parallel_size": 4}, "rollout.pipeline_model_parallel_size=4"),
         ({"data_parallel_size": 2}, "rollout.data_parallel_size=2"),
         ({"expert_parallel_size": 2}, "rollout.expert_parallel_size=2"),
         ({"quantization": "fp8"}, "rollout.quantization"),
@@ -87,8 +97,8 @@ def test_refused_by_name(changes, named):
 
 def test_several_refusals_at_once_name_every_key():
     with pytest.raises(ConfigError) as error:
-        options(tensor_model_parallel_size=2, quantization="fp8")
-    assert "tensor_model_parallel_size" in str(error.value)
+        options(data_parallel_size=2, quantization="fp8")
+    assert "data_parallel_size" in str(error.value)
     assert "quantization" in str(error.value)
 
 

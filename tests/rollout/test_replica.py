@@ -47,10 +47,25 @@ def test_the_replica_is_verls_with_every_call(verl_config):
             )
 
 
-@pytest.mark.parametrize("key", ["tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size"])
-def test_parallelism_inside_a_replica_is_refused_by_key(verl_config, key):
+DEGREES = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+
+
+@pytest.mark.parametrize(
+    ("kind", "key"),
+    [(VexactReplica, "data_parallel_size"), *[(StockReplica, key) for key in (*DEGREES, "data_parallel_size")]],
+)
+def test_what_a_replica_has_not_is_refused_by_key(verl_config, kind, key):
+    name = {VexactReplica: "vexact", StockReplica: "stock"}[kind]
+    overrides = [f"actor_rollout_ref.rollout.name={name}", f"actor_rollout_ref.rollout.{key}=2"]
     with pytest.raises(ConfigError, match=f"rollout.{key}=2"):
-        VexactReplica(0, rollout(verl_config, f"actor_rollout_ref.rollout.{key}=2"), None)
+        kind(0, rollout(verl_config, *overrides), None)
+
+
+def test_a_replica_of_several_ranks_lives_on_one_node(verl_config):
+    split = rollout(verl_config, *[f"actor_rollout_ref.rollout.{key}=4" for key in DEGREES])
+    assert VexactReplica(0, split, None, gpus_per_node=16).world_size == 16
+    with pytest.raises(ConfigError, match="is 16 ranks, and a node has 8 devices"):
+        VexactReplica(0, split, None, gpus_per_node=8)
 
 
 def test_names_are_unique():
@@ -74,6 +89,10 @@ async def test_the_adapter_refuses_what_no_server_takes(verl_config, monkeypatch
     adapter = ServerAdapter(rollout(verl_config), {"_target_": "builtins.dict"}, None)
     assert (adapter.replica_rank, adapter.is_leader_rank) == (2, True)
     assert ServerAdapter(rollout(verl_config), {"_target_": "builtins.dict"}, None, replica_rank=5).replica_rank == 5
+    split = rollout(verl_config, *[f"actor_rollout_ref.rollout.{key}=2" for key in DEGREES])
+    monkeypatch.setenv("RANK", "6")
+    member = ServerAdapter(split, {"_target_": "builtins.dict"}, None)
+    assert (member.replica_rank, member.rollout_rank, member.is_leader_rank) == (1, 2, False)
     with pytest.raises(NotImplementedError, match="delta_sharded"):
         await adapter.update_weights(iter(()), wire_format="delta_flush")
     with pytest.raises(NotImplementedError, match="LoRA"):

@@ -53,6 +53,7 @@ def test_an_engine_loads_out_of_another_process_memory(tmp_path):
     process.start()
     buffers = SharedBuffers(torch.device("cuda", 0))
     told = []
+    torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
 
     def stream():
@@ -70,6 +71,7 @@ def test_an_engine_loads_out_of_another_process_memory(tmp_path):
 
     try:
         engine.update_weights(stream(), 2)
+        most = torch.cuda.max_memory_allocated() - before
         buffers.close()
     finally:
         ours.send("end")
@@ -79,4 +81,5 @@ def test_an_engine_loads_out_of_another_process_memory(tmp_path):
     assert identity == device_identity(torch.device("cuda", 0)) != ""
     assert sent > 4 * BUCKET
     assert engine.weight_checksum() == want
-    assert torch.cuda.max_memory_allocated() - before < 2 * sent, "a second copy of the model was made"
+    largest = 151936 * 1024 * 2  # the embedding, which many buckets bring
+    assert most < largest + 4 * BUCKET, "more than one tensor was held beside the model"

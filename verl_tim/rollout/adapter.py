@@ -12,8 +12,10 @@ from typing import Any
 import ray
 import torch
 from verl.workers.rollout.base import BaseRollout
+from verl.workers.rollout.utils import ensure_async_iterator
 
 from verl_tim.plugin import ensure_registered
+from verl_tim.rollout.options import ranks_of
 from verl_tim.rollout.shared_buckets import device_identity, pack_shared
 from verl_tim.rollout.weights import Bucket, pack, send
 
@@ -21,19 +23,21 @@ logger = logging.getLogger(__name__)
 
 
 class ServerAdapter(BaseRollout):
-    """Client of the server that stands beside this rank.
+    """Client of the server of this rank's replica. All ranks of a replica make the same calls.
 
     Args:
         config, model_config: of the worker.
         device_mesh: unused; None in standalone workers.
-        replica_rank: number of the replica; -1: the rank itself, since a replica is one rank.
+        replica_rank: number of the replica; -1: by this rank's number, since replicas are consecutive ranks.
     """
 
     def __init__(self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1) -> None:
         ensure_registered()
         super().__init__(config, model_config, device_mesh)
-        self.replica_rank = int(os.environ["RANK"]) if replica_rank == -1 else replica_rank
-        self.is_leader_rank = True
+        rank, size = int(os.environ.get("RANK", 0)), ranks_of(config)
+        self.replica_rank = rank // size if replica_rank == -1 else replica_rank
+        self.rollout_rank = rank % size
+        self.is_leader_rank = self.rollout_rank == 0
         self._server: Any = None
 
     @property
@@ -53,13 +57,14 @@ class ServerAdapter(BaseRollout):
         """Take weights and KV cache from the server."""
         await self.server.sleep.remote()
 
-    async def _packing(self) -> Callable[[Any, int, torch.dtype], AsyncIterator[Bucket]]:
-        """How weights travel: in device memory where the server runs on this rank's GPU, else through the host."""
-        if torch.cuda.is_available():
-            device = torch.device("cuda", torch.cuda.current_device())
-            if await self.server.device_identity.remote() == device_identity(device):
-                return functools.partial(pack_shared, device=device)
-        return pack
+    async def _begin(self, global_steps: int | None) -> Callable[[Any, int, torch.dtype], AsyncIterator[Bucket]] | None:
+        """How this rank's weights travel: in device memory where the engine's rank runs on this GPU, else through the
+        host, from the first rank; None: not at all."""
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        shares = await self.server.begin_weights.remote(global_steps, self.rollout_rank, device_identity(device))
+        if shares:
+            return functools.partial(pack_shared, device=device)
+        return pack if self.is_leader_rank else None
 
     @torch.no_grad()
     async def update_weights(
@@ -96,18 +101,23 @@ class ServerAdapter(BaseRollout):
         began = time.perf_counter()
         server = self.server
         try:
-            await server.begin_weights.remote(global_steps)
-            sent = await send(
-                weights,
-                bucket_bytes=self.config.checkpoint_engine.update_weights_bucket_megabytes << 20,
-                dtype=getattr(torch, self.config.dtype),
-                packing=await self._packing(),
-                deliver=lambda bucket: server.receive_weights.remote(bucket),
-            )
+            packing = await self._begin(global_steps)
+            if packing is None:
+                sent = 0
+                async for _ in ensure_async_iterator(weights):
+                    pass
+            else:
+                sent = await send(
+                    weights,
+                    bucket_bytes=self.config.checkpoint_engine.update_weights_bucket_megabytes << 20,
+                    dtype=getattr(torch, self.config.dtype),
+                    packing=packing,
+                    deliver=lambda bucket: server.receive_weights.remote(bucket, self.rollout_rank),
+                )
         except Exception as error:
             await server.abandon_weights.remote(f"the trainer's stream failed: {type(error).__name__}: {error}")
             raise
-        version = await server.finish_weights.remote()
+        version = await server.finish_weights.remote(self.rollout_rank)
         if torch.cuda.is_available():
             torch.cuda.ipc_collect()  # buffers that the server has let go of
         logger.info(

@@ -9,9 +9,10 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from verl_tim.engine import EngineConfig, EngineConfigError
+from verl_tim.engine.engine import InFlight
 from verl_tim.training.config import ConfigError
 
 NUMERICS: dict[str, Literal["contract", "stock"]] = {"vexact": "contract", "stock": "stock"}
@@ -29,6 +30,16 @@ ENGINE_OPTIONS = (
 )
 
 
+# verl's keys of how a replica's engine is split.
+DEGREES = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+
+
+def ranks_of(rollout: Any) -> int:
+    """Ranks of a replica, each with a device of its own."""
+    tensor, stages = (int(rollout.get(key) or 1) for key in DEGREES)
+    return tensor * stages
+
+
 @dataclass(frozen=True)
 class RolloutOptions:
     """What one server needs beside its place.
@@ -40,6 +51,7 @@ class RolloutOptions:
         ignore_eos: draw on past the end-of-sequence token.
         free_cache_engine: release weights and KV cache while the trainer works.
         num_threads: torch threads of the server; None leaves what Ray gave it.
+        in_flight: what becomes of unfinished responses when verl calls for a weight update: "keep" or "abort".
     """
 
     engine: EngineConfig
@@ -49,6 +61,7 @@ class RolloutOptions:
     ignore_eos: bool = False
     free_cache_engine: bool = True
     num_threads: int | None = None
+    in_flight: InFlight = "abort"
 
 
 def refusals(rollout: Any) -> list[tuple[str, str]]:
@@ -64,16 +77,15 @@ def refusals(rollout: Any) -> list[tuple[str, str]]:
 
     name = get("name")
     found: list[tuple[str, str]] = []
-    for key, kind in (
-        ("tensor_model_parallel_size", "tensor parallelism"),
-        ("pipeline_model_parallel_size", "pipeline parallelism"),
-        ("data_parallel_size", "data parallelism inside a replica"),
-        ("expert_parallel_size", "expert parallelism"),
-    ):
+    absent = {
+        "data_parallel_size": "no data parallelism inside a replica: set it to 1; there are more replicas instead",
+        "expert_parallel_size": "no expert parallelism: set it to 1, and tensor_model_parallel_size instead",
+    }
+    if NUMERICS.get(name) != "contract":
+        absent |= dict.fromkeys(DEGREES, "no parallelism inside a replica: set it to 1; each rank gets a replica")
+    for key, remedy in absent.items():
         if int(get(key, 1)) > 1:
-            found.append(
-                (f"{_PREFIX}.{key}={get(key)}", f"rollout {name} has no {kind}: set it to 1; each rank gets a replica")
-            )
+            found.append((f"{_PREFIX}.{key}={get(key)}", f"rollout {name} has {remedy}"))
     if get("quantization") is not None or get("quantization_config_file") is not None:
         found.append((f"{_PREFIX}.quantization", f"rollout {name} computes in bfloat16 or float32: set it to null"))
     if get("mtp.enable", False) and get("mtp.enable_rollout", False):
@@ -133,8 +145,8 @@ def rollout_options(
     if not isinstance(given, Mapping):
         raise ConfigError(f"{where}={given!r}: give options, such as {where}.kv_cache_tokens=65536")
     options = dict(given)
-    num_threads = options.pop("num_threads", None)
-    known = (*ENGINE_OPTIONS, "num_threads")
+    num_threads, in_flight = options.pop("num_threads", None), options.pop("in_flight", "abort")
+    known = (*ENGINE_OPTIONS, "num_threads", "in_flight")
     for key in options:
         if key not in ENGINE_OPTIONS:
             near = difflib.get_close_matches(str(key), known, n=1)
@@ -144,6 +156,8 @@ def rollout_options(
         isinstance(num_threads, bool) or not isinstance(num_threads, int) or num_threads < 1
     ):
         raise ConfigError(f"{where}.num_threads={num_threads!r}: give a number of threads, or null for torch's default")
+    if in_flight not in get_args(InFlight):
+        raise ConfigError(f"{where}.in_flight={in_flight!r}: choose keep or abort")
 
     prompt_length, response_length = int(rollout.get("prompt_length")), int(rollout.get("response_length"))
     max_model_len = rollout.get("max_model_len")
@@ -160,12 +174,6 @@ def rollout_options(
             f"{_PREFIX}.max_model_len={max_model_len} leaves no room after data.max_prompt_length={prompt_length}: "
             "raise it or set it to null"
         )
-    pool, page = options.get("kv_cache_tokens"), options.get("page_size", EngineConfig.page_size)
-    if isinstance(pool, int) and isinstance(page, int) and page > 0 and pool // page * page < max_model_len - 1:
-        raise ConfigError(
-            f"{where}.kv_cache_tokens={pool} holds less than one prompt with its answer ({max_model_len} tokens): "
-            f"raise it to at least {-(-max_model_len // page) * page}"
-        )
     if load_weights is None:
         load_weights = rollout.get("load_format") != "dummy"
     try:
@@ -180,11 +188,19 @@ def rollout_options(
             max_model_len=int(max_model_len),
             seed=int(rollout.get("seed")),
             load_weights=load_weights,
+            tensor_parallel_size=int(rollout.get("tensor_model_parallel_size") or 1),
+            pipeline_parallel_size=int(rollout.get("pipeline_model_parallel_size") or 1),
             **_gpu_options(rollout, device),
             **options,
         )
     except EngineConfigError as error:
         raise ConfigError(f"rollout {name}: {error} (options: {where}; sizes: {_PREFIX})") from error
+    pool, page = engine.kv_cache_tokens, engine.tokens_per_page
+    if pool is not None and pool // page * page < max_model_len - 1:
+        raise ConfigError(
+            f"{where}.kv_cache_tokens={pool} holds less than one prompt with its answer ({max_model_len} tokens): "
+            f"raise it to at least {-(-max_model_len // page) * page}"
+        )
     return RolloutOptions(
         engine=engine,
         prompt_length=prompt_length,
@@ -193,6 +209,7 @@ def rollout_options(
         ignore_eos=bool(rollout.get("ignore_eos", False)),
         free_cache_engine=bool(rollout.get("free_cache_engine", True)),
         num_threads=num_threads,
+        in_flight=in_flight,
     )
 
 

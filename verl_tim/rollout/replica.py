@@ -1,6 +1,7 @@
 """Replicas `vexact` and `stock`: where verl starts and reaches their server.
 
-One engine per trainer rank: a replica's world size is 1, so n ranks give n replicas, which verl's load balancer serves.
+A replica is an engine on tensor x pipeline parallel ranks of one node, each on the GPU of one worker: n trainer ranks
+give n / ranks replicas, which verl's load balancer serves. The server drives the engine and starts its other ranks.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from verl.workers.rollout.replica import RolloutMode, RolloutReplica
 
 from verl_tim.models import load_model_config
 from verl_tim.plugin import ensure_registered
-from verl_tim.rollout.options import RolloutOptions, local_model_folder, refusals, rollout_options
+from verl_tim.rollout.options import DEGREES, RolloutOptions, local_model_folder, ranks_of, refusals, rollout_options
 from verl_tim.rollout.server import EngineServer
 from verl_tim.training.config import ConfigError
+
+_PREFIX = "actor_rollout_ref.rollout"
 
 # What a server gives up in `sleep`. A hybrid one gets its weights back from the trainer; a colocated one would not.
 _SHARED_MEMORY: dict[RolloutMode, tuple[str, ...]] = {
@@ -55,19 +58,23 @@ class EngineReplica(RolloutReplica):
         if found:
             # before verl's own constructor, which would take a world size above 1 for granted
             raise ConfigError("; ".join(f"{key}: {remedy}" for key, remedy in found))
+        if ranks_of(config) > gpus_per_node:
+            degrees = " x ".join(f"{key}={config.get(key)}" for key in DEGREES)
+            raise ConfigError(
+                f"{_PREFIX}: {degrees} is {ranks_of(config)} ranks, and a node has {gpus_per_node} devices; a replica "
+                f"of rollout {config.get('name')} lives on one node: lower them"
+            )
         super().__init__(
             replica_rank, config, model_config, gpus_per_node, is_reward_model, is_teacher_model, name_suffix
         )
 
     async def launch_servers(self) -> None:
-        """Start the server beside this replica's worker and wait until its engine stands."""
-        assert len(self.workers) == self.world_size == 1, (
-            f"{len(self.workers)} workers for a world of {self.world_size}"
-        )
+        """Start the server beside this replica's workers and wait until its engine stands."""
+        assert len(self.workers) == self.world_size, f"{len(self.workers)} workers for a world of {self.world_size}"
         role = "reward" if self.is_reward_model else "teacher" if self.is_teacher_model else ""
         name = server_name(str(self.config.name), self.replica_rank, role=role, suffix=self.name_suffix)
         options = self._options()
-        node_id, environment = await self._place(self.workers[0])
+        node_id, environment = await self._place(self.workers)
         actor_class: Any = ray.remote(EngineServer)
         server = actor_class.options(
             name=name,
@@ -99,15 +106,29 @@ class EngineReplica(RolloutReplica):
             load_weights=True if needs_checkpoint else None,
         )
 
-    async def _place(self, worker: Any) -> tuple[str, dict[str, str]]:
-        """The worker's node, and the environment that shows its accelerator to a server without GPUs of its own."""
+    async def _place(self, workers: list[Any]) -> tuple[str, dict[str, str]]:
+        """The workers' node, and the environment that shows their accelerators, in the order of their ranks, to a
+        server without GPUs of its own.
+
+        Raises:
+            ConfigError: the workers are on several nodes.
+        """
         platform = get_platform()
 
         def where(_worker: Any) -> tuple[str, list[str]]:
             context = ray.get_runtime_context()
             return context.get_node_id(), context.get_accelerator_ids().get("GPU", [])
 
-        node_id, accelerators = await worker.__ray_call__.remote(where)
+        places = await asyncio.gather(*[worker.__ray_call__.remote(where) for worker in workers])
+        nodes = {node for node, _ in places}
+        if len(nodes) > 1:
+            raise ConfigError(
+                f"replica {self.replica_rank} of rollout {self.config.name} has its {len(workers)} workers on "
+                f"{len(nodes)} nodes; its ranks must share one: lower {_PREFIX}.tensor_model_parallel_size or "
+                "pipeline_model_parallel_size until they divide trainer.n_gpus_per_node"
+            )
+        (node_id,) = nodes
+        accelerators = [index for _, found in places for index in found]
         if platform.device_name == "cpu":
             return node_id, {}
         environment = dict.fromkeys(platform.ray_noset_envvars(), "1")

@@ -18,9 +18,13 @@ import numpy as np
 import torch
 
 from verl_tim.engine import AsyncEngine, EngineStats, RequestOutput, SamplingParams
+from verl_tim.engine.device import rank_device
+from verl_tim.engine.weight_reader import LocalTensors, Reader
 from verl_tim.rollout.options import RolloutOptions
 from verl_tim.rollout.recorded import RECORD_PARAM, RECORDED_FIELD, Recorded
-from verl_tim.rollout.shared_buckets import SharedBuffers, device_identity
+from verl_tim.rollout.senders import Gathering, SendersError
+from verl_tim.rollout.shared_buckets import BucketReader, SharedBuffers, device_identity
+from verl_tim.rollout.versions import runs_of, version_fields
 from verl_tim.rollout.weights import Bucket, Unpacker
 
 logger = logging.getLogger(__name__)
@@ -55,6 +59,7 @@ class EngineServer:
         # verl may rename the weights' version without new weights (set_global_steps): engine version -> verl's
         self._renamed: dict[int, int] = {}
         self._update: _Update | None = None
+        self._beginning: Gathering | None = None
         # what failed since the last report; verl's V1 trainer drops a failed response without a word
         self._failures: list[str] = []
         self._reported = EngineStats()
@@ -76,8 +81,9 @@ class EngineServer:
 
         Returns:
             verl's TokenOutput. `extra_fields` holds `global_steps` (version of the weights that drew the last token),
-            `min_global_steps`, `max_global_steps` and `num_cached_tokens`; `tim_recorded` is a `Recorded.wire()`
-            where the sampling parameters ask for it, else None.
+            `min_global_steps`, `max_global_steps` and `num_cached_tokens`; `tim_versions` (`versions.runs_of`) where
+            weights changed while it was drawn; `tim_recorded` is a `Recorded.wire()` where the sampling parameters ask
+            for it, else None.
 
         Raises:
             RequestError: this request cannot be served; the message names what is wrong.
@@ -116,14 +122,10 @@ class EngineServer:
         return SamplingParams.from_mapping(values)
 
     def _extra_fields(self, output: RequestOutput) -> dict[str, Any]:
-        versions = [self._renamed.get(version, version) for version in output.weight_versions]
-        newest = versions[-1] if versions else self.global_steps
-        fields: dict[str, Any] = {
-            "global_steps": newest,
-            "min_global_steps": min(versions, default=newest),
-            "max_global_steps": max(versions, default=newest),
-            "num_cached_tokens": output.num_cached_tokens,
-        }
+        runs = runs_of(self._renamed.get(version, version) for version in output.weight_versions)
+        # without a token: the weights that would have drawn one
+        fields = version_fields(runs or [(self.global_steps, 0)])
+        fields["num_cached_tokens"] = output.num_cached_tokens
         if any(mass != 1.0 for mass in output.kept_mass):
             # top-k, top-p or min-p cut the distribution; the log-probs are of the full one
             fields["kept_mass_min"] = min(output.kept_mass)
@@ -134,7 +136,18 @@ class EngineServer:
         return Recorded(np.asarray(output.top1_ids, np.int32), output.routes_NLK, layers).wire()
 
     async def abort_all_requests(self, reject_request: bool = False) -> dict[str, Any]:
-        """Abort what is in flight and close the gate until `resume_generation`; late ones wait or are turned away."""
+        """verl's announcement of a weight update (or of a rest): close the gate until `resume_generation`.
+
+        What is in flight is kept or aborted, as `in_flight` says. A kept response goes on from where it stands, under
+        the weights that are there by then; of an aborted one the client sends prompt and tokens again, to the same end.
+
+        Args:
+            reject_request: the server leaves the load balancer: abort in any case, and turn late requests away instead
+                of letting them wait.
+        """
+        if self.options.in_flight == "keep" and not reject_request:
+            await self.engine.pause()
+            return {"aborted_count": 0, "request_ids": []}
         request_ids = await self.engine.abort_all(reject_new=reject_request)
         return {"aborted_count": len(request_ids), "request_ids": request_ids}
 
@@ -185,43 +198,68 @@ class EngineServer:
         version = self.engine.weight_version
         return self._renamed.get(version, version)
 
-    async def device_identity(self) -> str:
-        """Which GPU the engine runs on (`shared_buckets.device_identity`)."""
-        return device_identity(torch.device(self.options.engine.device))
-
-    async def begin_weights(self, global_steps: int | None) -> None:
+    async def begin_weights(self, global_steps: int | None, rank: int = 0, identity: str = "") -> bool:
         """Start a weight update; buckets follow through `receive_weights`, then `finish_weights`.
+
+        Every rank of the replica calls all three; a call returns when all have made it.
 
         Args:
             global_steps: version of the new weights; None: one more than the last.
-        """
-        if self._update is not None:
-            await self.abandon_weights("a new weight update began before the last one ended")
-        version = self.engine.weight_version + 1 if global_steps is None else int(global_steps)
-        self._update = _Update(self.engine, version, SharedBuffers(torch.device(self.options.engine.device)))
+            rank: the caller's place in the replica.
+            identity: of the caller's device (`shared_buckets.device_identity`).
 
-    async def receive_weights(self, bucket: Bucket) -> None:
+        Returns:
+            Whether each rank sends its own buckets in device memory that it shares with the engine's rank on the same
+            GPU. Otherwise rank 0 alone sends, through host memory.
+        """
+        if self._beginning is None:
+            if self._update is not None:
+                await self.abandon_weights("a new weight update began before the last one ended")
+            self._beginning = Gathering(self._num_ranks, "begin_weights")
+        beginning = self._beginning
+        if beginning.come(rank, identity):
+            self._beginning = None
+            own = [device_identity(rank_device(self.options.engine.device, r)) for r in range(self._num_ranks)]
+            shares = own == [beginning.said[r] for r in range(self._num_ranks)] and "" not in own
+            version = self.engine.weight_version + 1 if global_steps is None else int(global_steps)
+            self._update = _Update(
+                self.engine, version, self._num_ranks, shares, torch.device(self.options.engine.device)
+            )
+            beginning.go_on(shares)
+        return await beginning.result()
+
+    @property
+    def _num_ranks(self) -> int:
+        return self.options.engine.num_ranks
+
+    async def receive_weights(self, bucket: Bucket, rank: int = 0) -> None:
         """One bucket of the running update; returns when the model has taken it.
 
         Raises:
             Whatever the model raises (an unknown, doubled or misshapen tensor, by name).
         """
-        await self._running_update().feed(bucket)
+        await self._running_update().feed(bucket, rank)
 
-    async def finish_weights(self) -> int:
+    async def finish_weights(self, rank: int = 0) -> int:
         """End the stream; the version of the weights now in use.
 
         Raises:
             Whatever the model raises, e.g. for tensors that are missing.
         """
         update = self._running_update()
-        self._update = None
-        await update.finish()
+        try:
+            await update.finish(rank)
+        finally:
+            if self._update is update:
+                self._update = None
         self._renamed.pop(update.version, None)
         return update.version
 
     async def abandon_weights(self, reason: str) -> None:
-        """The sender failed; the engine serves nothing until an update succeeds."""
+        """A sender failed; the engine serves nothing until an update succeeds."""
+        beginning, self._beginning = self._beginning, None
+        if beginning is not None:
+            beginning.give_up(SendersError(reason))
         update, self._update = self._update, None
         if update is not None:
             await update.fail(reason)
@@ -256,15 +294,15 @@ class EngineServer:
             "compute_dtype": engine["dtype"],
             "kv_dtype": engine["kv_dtype"],
             "head_dtype": "float32" if exact else engine["dtype"],
-            "attention_backend": "contract" if exact else "sdpa",
-            "kv_chunk": _chunk_keys() if exact else None,
+            "attention_backend": engine["attention"] if exact else "sdpa",
+            "kv_chunk": _chunk_keys() if engine["attention"] == "chunk64" else None,
             "page_size": engine["page_size"],
             "gemm_kernel": kernels,
             "gemm_batch_invariant": exact,
             "norm_kernel": kernels,
             "norm_batch_invariant": exact,
-            "tensor_parallel": 1,
-            "pipeline_parallel": 1,
+            "tensor_parallel": engine["tensor_parallel_size"],
+            "pipeline_parallel": engine["pipeline_parallel_size"],
             "expert_parallel": 1,
             "data_parallel": 1,
             "prefix_cache": engine["enable_prefix_cache"],
@@ -313,17 +351,29 @@ def _chunk_keys() -> int:
 
 
 class _Update:
-    """One weight update: buckets from Ray calls become the stream that the engine pulls."""
+    """One weight update: buckets from Ray calls become the stream that the engine pulls.
 
-    def __init__(self, engine: AsyncEngine, version: int, buffers: SharedBuffers) -> None:
+    Args:
+        ranks: of the engine.
+        shares: every rank's sender shares its own buckets with the engine's rank on the same device; with more than
+            one rank a bucket is there when all have sent it, and each rank reads its own.
+        device: of the engine's first rank.
+    """
+
+    def __init__(self, engine: AsyncEngine, version: int, ranks: int, shares: bool, device: torch.device) -> None:
         self.version = version
-        self._shared = buffers
+        self._shared = SharedBuffers(device)
+        self._senders = ranks if shares else 1
+        self._arriving: dict[int, Bucket] = {}  # of one number, by rank
+        self._arrived: asyncio.Future | None = None  # of those
         # a bucket stays here until the engine has asked for the tensor after its last one
-        self._buckets: asyncio.Queue[tuple[Bucket | None, asyncio.Future | None]] = asyncio.Queue()
+        self._buckets: asyncio.Queue[tuple[Bucket | list[Bucket] | None, asyncio.Future | None]] = asyncio.Queue()
         self._failed: str | None = None
-        self._task = asyncio.ensure_future(engine.update_weights(self._stream(), version))
+        self._ending = Gathering(ranks, "finish_weights")
+        reader: Reader | None = BucketReader() if self._senders > 1 else None
+        self._task = asyncio.ensure_future(engine.update_weights(self._stream(), version, reader=reader))
 
-    async def _stream(self) -> AsyncIterator[tuple[str, torch.Tensor]]:
+    async def _stream(self) -> AsyncIterator[Any]:
         unpacker = Unpacker()
         while True:
             bucket, taken = await self._buckets.get()
@@ -333,31 +383,50 @@ class _Update:
                     raise RuntimeError(self._failed)
                 unpacker.finish()
                 return
-            in_place = None if bucket.data is not None else self._shared.data(bucket)
-            for item in unpacker.unpack(bucket, in_place):
-                yield item
-            if in_place is not None:
-                del in_place
-                # the model's copies were only submitted; the sender fills the buffer again once it hears back
-                await asyncio.to_thread(self._shared.done)
+            if isinstance(bucket, list):
+                yield LocalTensors(bucket)
+            else:
+                in_place = None if bucket.data is not None else self._shared.data(bucket)
+                for item in unpacker.unpack(bucket, in_place):
+                    yield item
+                if in_place is not None:
+                    del in_place
+                    # the model's copies were only submitted; the sender fills the buffer again once it hears back
+                    await asyncio.to_thread(self._shared.done)
             if taken is not None and not taken.done():
                 taken.set_result(None)
 
-    async def feed(self, bucket: Bucket) -> None:
-        taken: asyncio.Future = asyncio.get_running_loop().create_future()
-        self._buckets.put_nowait((bucket, taken))
+    async def feed(self, bucket: Bucket, rank: int) -> None:
+        if rank >= self._senders or rank in self._arriving:
+            raise SendersError(f"receive_weights: rank {rank} sends a bucket that is not its turn")
+        if self._arrived is None:
+            self._arrived = asyncio.get_running_loop().create_future()
+        taken = self._arrived
+        self._arriving[rank] = bucket
+        if len(self._arriving) == self._senders:
+            every = [self._arriving[r] for r in range(self._senders)]
+            self._arriving, self._arrived = {}, None
+            self._buckets.put_nowait((every if len(every) > 1 else every[0], taken))
         await asyncio.wait({taken, self._task}, return_when=asyncio.FIRST_COMPLETED)
         if self._task.done():
             await self._task  # raises what the engine raised
             if not taken.done():
                 raise RuntimeError("the engine ended its weight update before the stream did")
 
-    async def finish(self) -> None:
-        self._buckets.put_nowait((None, None))
-        await self._task
+    async def finish(self, rank: int) -> None:
+        if self._ending.come(rank):
+            self._buckets.put_nowait((None, None))
+            try:
+                await self._task
+            except Exception as error:
+                self._ending.give_up(error)
+            else:
+                self._ending.go_on(None)
+        await self._ending.result()
 
     async def fail(self, reason: str) -> None:
         self._failed = reason
+        self._ending.give_up(SendersError(reason))
         self._buckets.put_nowait((None, None))
         try:
             await self._task

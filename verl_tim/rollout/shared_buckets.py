@@ -10,13 +10,13 @@ server has said, device synchronised, that it is done with it (`weights.send` aw
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from verl_tim.rollout.weights import Bucket, Entry, WeightStreamError, aligned
+from verl_tim.rollout.weights import Bucket, Entry, Unpacker, WeightStreamError, aligned
 
 _DEVICE_ARGUMENT = 6  # of torch's rebuild_cuda_tensor: the device's number in the receiving process
 
@@ -131,3 +131,32 @@ class SharedBuffers:
     def close(self) -> None:
         """Let go of the buffers."""
         self._buffers.clear()
+
+
+class BucketReader:
+    """A rank of a split engine reads its own sender's buckets (`engine.weight_reader.Reader`).
+
+    Args:
+        open_shared: as `SharedBuffers` takes it.
+    """
+
+    def __init__(self, open_shared: Callable[[tuple[Any, ...], torch.device], torch.Tensor] = open_shared) -> None:
+        self._open = open_shared
+        self._buffers: SharedBuffers | None = None
+        self._unpacker = Unpacker()
+
+    def read(self, payload: Bucket, device: torch.device) -> Iterable[tuple[str, torch.Tensor]]:
+        """(Hugging Face name, full tensor) of one bucket; views of the sender's buffer."""
+        if self._buffers is None:
+            self._buffers = SharedBuffers(device, self._open)
+        return self._unpacker.unpack(payload, self._buffers.data(payload))
+
+    def done(self) -> None:
+        """What was read may be overwritten when this returns."""
+        if self._buffers is not None:
+            self._buffers.done()
+
+    def close(self) -> None:
+        """The update is over."""
+        if self._buffers is not None:
+            self._buffers.close()

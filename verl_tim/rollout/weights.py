@@ -73,13 +73,13 @@ class WeightStreamError(RuntimeError):
     """The stream of weights is broken: a bucket out of order, or a tensor cut short."""
 
 
-async def pack(weights: Any, bucket_bytes: int, dtype: torch.dtype) -> AsyncIterator[Bucket]:
+async def pack(weights: Any, bucket_bytes: int, dtype: torch.dtype | None) -> AsyncIterator[Bucket]:
     """Cut a stream of (name, tensor) into buckets of at most `bucket_bytes`.
 
     Args:
         weights: iterable or asynchronous iterable of (Hugging Face name, full tensor), on any device.
         bucket_bytes: size of a bucket; a larger tensor is spread over several.
-        dtype: floating tensors of another dtype are cast to it.
+        dtype: floating tensors of another dtype are cast to it; None: none is.
 
     Yields:
         Buckets in the order of the stream; an array is not reused after it was yielded.
@@ -89,7 +89,7 @@ async def pack(weights: Any, bucket_bytes: int, dtype: torch.dtype) -> AsyncIter
     bucket = _Filling(0, bucket_bytes)
     async for name, tensor in ensure_async_iterator(weights):
         tensor = tensor.detach()
-        if tensor.is_floating_point() and tensor.dtype != dtype:
+        if dtype is not None and tensor.is_floating_point() and tensor.dtype != dtype:
             tensor = tensor.to(dtype)
         raw = tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy() if tensor.numel() else np.empty(0, np.uint8)
         offset = 0

@@ -1,0 +1,141 @@
+"""Weights from the trainer's ranks to rollout servers elsewhere, over gloo: verl's checkpoint engine for a CPU.
+
+verl's own engines (nccl, nixl, ...) need GPUs or a fabric. Chosen by `actor_rollout_ref.rollout.checkpoint_engine:
+{backend: gloo, custom_backend_module: verl_tim.rollout.gloo_checkpoint_engine}`. Actor rank 0 broadcasts buckets to all
+rollout workers; the other actor ranks pull the stream, which is a collective of theirs, and send nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import pickle
+from collections.abc import AsyncIterator
+from typing import Any
+
+import ray
+import torch
+import torch.distributed as dist
+from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
+from verl.workers.rollout.utils import ensure_async_iterator
+
+from verl_tim.rollout.weights import Bucket, Unpacker, WeightStreamError, pack
+
+BACKEND = "gloo"
+_TIMEOUT = datetime.timedelta(minutes=10)
+
+
+@CheckpointEngineRegistry.register(BACKEND)
+class GlooCheckpointEngine(CheckpointEngine):
+    """verl's `CheckpointEngine` on a gloo group of its own, made anew for every update.
+
+    Args:
+        bucket_size: bytes of a bucket.
+        is_master: True on actor rank 0; verl says so.
+    """
+
+    def __init__(self, bucket_size: int, is_master: bool = False) -> None:
+        self.bucket_size = bucket_size
+        self.is_master = is_master
+        self.rank = -1
+        self._store: Any = None
+        self._group: Any = None
+
+    def prepare(self) -> dict[str, Any]:
+        """Where the group meets, a store of the master; nothing from the others."""
+        if not self.is_master:
+            return {}
+        host = ray.util.get_node_ip_address().strip("[]")
+        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=_TIMEOUT)
+        return {"host": host, "port": self._store.port}
+
+    @classmethod
+    def build_topology(
+        cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[dict[str, Any]]
+    ) -> tuple[dict[str, list[Any]], dict[str, list[Any]]]:
+        """Actor rank 0 is the group's rank 0, the rollout workers follow, the other actor ranks stand outside (-1)."""
+        world_size = 1 + rollout_world_size
+
+        def arguments(ranks: list[int]) -> dict[str, list[Any]]:
+            return {"rank": ranks, "world_size": [world_size] * len(ranks), "master": [metadata[0]] * len(ranks)}
+
+        return arguments([0] + [-1] * (actor_wg_world_size - 1)), arguments(list(range(1, world_size)))
+
+    def init_process_group(self, *, rank: int, world_size: int, master: dict[str, Any]) -> None:  # type: ignore[override]
+        """Meet the others; torch's error where they do not come."""
+        self.rank = rank
+        if rank < 0:
+            return
+        if self._store is None:
+            self._store = dist.TCPStore(master["host"], master["port"], is_master=False, timeout=_TIMEOUT)
+        self._group = dist.ProcessGroupGloo(self._store, rank, world_size, _TIMEOUT)
+
+    def finalize(self) -> None:
+        """Leave the group."""
+        self._group = self._store = None
+        self.rank = -1
+
+    async def send_weights(self, weights: Any, global_steps: int | None = None) -> None:
+        """Broadcast a stream of (Hugging Face name, tensor), in the dtypes it has.
+
+        Raises:
+            Whatever the stream raises; the receivers are told.
+        """
+        if self.rank < 0:
+            async for _ in ensure_async_iterator(weights):
+                pass
+            return
+        try:
+            # the receiver's adapter casts to the engine's dtype
+            async for bucket in pack(weights, self.bucket_size, None):
+                await asyncio.to_thread(self._send, bucket)
+        except Exception as error:
+            await asyncio.to_thread(self._send, f"{type(error).__name__}: {error}")
+            raise
+        await asyncio.to_thread(self._send, None)
+
+    async def receive_weights(  # type: ignore[override]  # verl's annotation is of a coroutine, its engines yield
+        self, global_steps: int | None = None
+    ) -> AsyncIterator[tuple[str, torch.Tensor]]:
+        """The stream as it was sent.
+
+        Raises:
+            WeightStreamError: the sender failed, or the stream is broken.
+        """
+        unpacker = Unpacker()
+        while True:
+            item = await asyncio.to_thread(self._receive)
+            if item is None:
+                unpacker.finish()
+                return
+            if isinstance(item, str):
+                raise WeightStreamError(f"the trainer's stream failed: {item}")
+            for named in unpacker.unpack(item):
+                yield named
+
+    def _send(self, item: Bucket | str | None) -> None:
+        """A bucket, the sender's error, or the end."""
+        data = item.data if isinstance(item, Bucket) else None
+        header = Bucket(item.number, item.entries) if isinstance(item, Bucket) else item
+        raw = torch.frombuffer(bytearray(pickle.dumps(header)), dtype=torch.uint8)
+        self._broadcast(torch.tensor([len(raw), 0 if data is None else len(data)]))
+        self._broadcast(raw)
+        if data is not None and len(data):
+            self._broadcast(torch.from_numpy(data))
+
+    def _receive(self) -> Bucket | str | None:
+        sizes = torch.zeros(2, dtype=torch.int64)
+        self._broadcast(sizes)
+        raw, data = (torch.empty(size, dtype=torch.uint8) for size in sizes.tolist())
+        self._broadcast(raw)
+        item = pickle.loads(raw.numpy().tobytes())
+        if isinstance(item, Bucket):
+            if len(data):
+                self._broadcast(data)
+            item.data = data.numpy()
+        return item
+
+    def _broadcast(self, tensor: torch.Tensor) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank = 0
+        self._group.broadcast([tensor], options).wait()
