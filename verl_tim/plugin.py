@@ -18,6 +18,7 @@ import logging
 import sys
 from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import wrapt
 
@@ -42,7 +43,9 @@ def register() -> None:
         register_cpu_platform,
         patch_process_group_backend,
         register_rollouts,
-        patch_sync_trainer,
+        register_tool_parser,
+        patch_v1_trainers,
+        patch_aliased_cpu_copies,
         patch_legacy_trainer,
         patch_native_correction,
         patch_reward_kl,
@@ -180,6 +183,18 @@ def register_training_engine() -> None:
 # ----------------------------------------------------------------------------------------------------- patches
 
 
+def register_tool_parser() -> None:
+    """Tool parser `last_line` through verl's registry of them, in the processes that run agent loops."""
+
+    def register_class(module: ModuleType) -> None:
+        def action(ours: ModuleType) -> None:
+            module.ToolParser.register("last_line")(ours.LastLineParser)
+
+        _with_ours("verl_tim.rollout.tool_parser", action)
+
+    _when_imported("verl.experimental.agent_loop.tool_parser", register_class)
+
+
 def patch_process_group_backend() -> None:
     """verl 0.9.1, utils/distributed.py:89: on a CPU the backend string becomes "cpu:gloo,cpu:gloo".
 
@@ -221,23 +236,59 @@ def patch_unpinned_cpu_offload(transformer_impl: ModuleType) -> None:
     transformer_impl.CPUOffloadPolicy = unpinned  # type: ignore[attr-defined]
 
 
-def patch_sync_trainer() -> None:
-    """verl 0.9.1, trainer/ppo/v1/trainer_base.py:1996: `trainer_mode=sync` gets our subclass of its trainer.
+def patch_aliased_cpu_copies() -> None:
+    """verl 0.9.1, utils/fsdp_utils.py:1180: on a CPU a model "saved to the CPU" is the live one.
+
+    `separate_async` saves the weights that drew the batch, trains on a part of it, and restores them to score the
+    next part; `Tensor.cpu()` of a tensor that is there already copies nothing, so the saved weights move along.
+    Unnecessary once verl clones. No upstream issue is known.
+    """
+
+    def patch(module: ModuleType) -> None:
+        original = module.fsdp2_sharded_save_to_cpu
+
+        @functools.wraps(original)
+        def fsdp2_sharded_save_to_cpu(model):
+            saved, spec = original(model)
+            on_cpu = {name: local.device.type == "cpu" for name, local in _local_parameters(model)}
+            return {name: (x.clone() if on_cpu[name] else x, its) for name, (x, its) in saved.items()}, spec
+
+        module.fsdp2_sharded_save_to_cpu = fsdp2_sharded_save_to_cpu  # type: ignore[attr-defined]
+
+    # the worker imports the function by name, when it first needs it
+    _when_imported("verl.utils.fsdp_utils", patch)
+
+
+def _local_parameters(model) -> list[tuple[str, Any]]:
+    return [(name, getattr(parameter, "_local_tensor", parameter)) for name, parameter in model.named_parameters()]
+
+
+def patch_v1_trainers() -> None:
+    """verl 0.9.1, trainer/ppo/v1/trainer_base.py:1996: each `trainer_mode` gets our subclass of its trainer.
 
     verl compares the mode with the string "sync" in many places, so another name would not be the sync trainer. The
-    subclass does nothing unless the config has a `tim` group or uses one of our rollouts. Unnecessary once verl
+    subclasses do nothing unless the config has a `tim` group or uses one of our rollouts. Unnecessary once verl
     offers step callbacks that see the batch. No upstream issue is known.
     """
 
-    def patch(_: ModuleType) -> None:
-        from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
+    shared, asynchronous = "verl_tim.training.trainer_v1", "verl_tim.training.trainer_v1_async"
 
-        def put(ours: ModuleType) -> None:
-            TRAINER_REGISTRY["sync"] = ours.TimTrainerSync
+    def put(**classes: str) -> Callable[[ModuleType], None]:
+        def register_classes(ours: ModuleType) -> None:
+            from verl.trainer.ppo.v1.trainer_base import TRAINER_REGISTRY
 
-        _with_ours("verl_tim.training.trainer_v1", put)
+            TRAINER_REGISTRY.update({mode: getattr(ours, name) for mode, name in classes.items()})
 
-    _when_imported("verl.trainer.ppo.v1.trainer_sync", patch)
+        return register_classes
+
+    sync = put(sync="TimTrainerSync")
+    others = put(colocate_async="TimTrainerColocateAsync", separate_async="TimTrainerSeparateAsync")
+    _when_imported("verl.trainer.ppo.v1.trainer_sync", lambda _: _with_ours(shared, sync))
+    # verl's package imports all of them, and the asynchronous ones of ours need what is shared to be whole
+    _when_imported(
+        "verl.trainer.ppo.v1.trainer_separate_async",
+        lambda _: _with_ours(shared, lambda _: _with_ours(asynchronous, others)),
+    )
 
 
 def patch_legacy_trainer() -> None:
@@ -259,7 +310,9 @@ def patch_native_correction() -> None:
 
     In a run of verl_tim the correction is in the worker's loss (`training/correction_step.py`), and rewards and
     advantages are computed on the original mask; verl's function then leaves the batch alone, or the batch would be
-    corrected twice. Unnecessary once verl lets a trainer choose its correction. No upstream issue is known.
+    corrected twice. Where the legacy trainer takes the rollout's log-probs as old ones (:1109), verl's function also
+    writes another loss into the driver's config; in a run of verl_tim the config keeps the loss that the workers were
+    told. Unnecessary once verl lets a trainer choose its correction. No upstream issue is known.
     """
 
     def patch(module: ModuleType) -> None:
@@ -273,7 +326,23 @@ def patch_native_correction() -> None:
                 return batch, {}
             return original(batch, rollout_corr_config)
 
+        take = module.apply_bypass_mode
+
+        @functools.wraps(take)
+        def apply_bypass_mode(batch, rollout_corr_config=None, policy_loss_config=None):
+            from verl_tim.training.correction_config import is_installed
+
+            if not is_installed(rollout_corr_config):
+                return take(batch, rollout_corr_config, policy_loss_config)
+            if "rollout_log_probs" not in batch.batch:
+                raise ValueError(
+                    "the batch has no log-probs of the rollout to take as old ones: set "
+                    "actor_rollout_ref.rollout.calculate_log_probs=true"
+                )
+            batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
+
         module.compute_rollout_correction_and_add_to_batch = compute_rollout_correction_and_add_to_batch  # type: ignore[attr-defined]
+        module.apply_bypass_mode = apply_bypass_mode  # type: ignore[attr-defined]
 
     # the V1 trainer imports the function by name: the hook runs before it can
     _when_imported("verl.trainer.ppo.rollout_corr_helper", patch)

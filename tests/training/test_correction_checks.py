@@ -85,7 +85,6 @@ REFUSED = [
      "actor_rollout_ref.rollout.calculate_log_probs", "true"),
     ({"actor_rollout_ref.model.external_lib": "null", **TIS}, "actor_rollout_ref.model.external_lib", "external"),
     ({f"{ACTOR}.strategy": "megatron", **TIS}, f"{ACTOR}.strategy", "fsdp2"),
-    ({"trainer.v1.trainer_mode": "separate_async", **TIS}, "trainer.v1.trainer_mode", "sync"),
     ({"distillation.enabled": "true", **TIS}, "distillation.enabled", "false"),
     ({f"{ACTOR}.policy_loss.loss_mode": "mine", **TIS}, f"{ACTOR}.policy_loss.loss_mode", "may ignore"),
     ({f"{ACTOR}.policy_loss.loss_mode": "bypass_mode"}, f"{ACTOR}.policy_loss.loss_mode", "which they are not"),

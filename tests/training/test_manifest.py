@@ -44,7 +44,7 @@ def run(folders, process_group, monkeypatch):
         TimConfig.of(config),
         config,
         SimpleNamespace(workers=workers),
-        SimpleNamespace(get_replicas=lambda: [SimpleNamespace(servers=[server])]),
+        [SimpleNamespace(get_replicas=lambda: [SimpleNamespace(servers=[server])])],
     )
     rollout.close()
 

@@ -84,6 +84,7 @@ def test_agreement_passes_and_is_reported():
     assert metrics["tim/trainer_self_delta_max"] == 0.0
     assert metrics["tim/ppo_k1"] == 0.0
     assert metrics["tim/staleness_max"] == 0.0
+    assert (metrics["tim/compared_tokens"], metrics["tim/uncompared_tokens"]) == (18, 0)
     assert "tim/sampled_share" not in metrics
 
 
@@ -113,7 +114,9 @@ def test_warn_goes_on(caplog):
     made = observer(TimConfig(gate=GateConfig(on_mismatch="warn")))
     made.before_update(7, step_batch)
     assert "row 2" in caplog.text
-    assert made.after_update(7, step_batch, records(step_batch))["tim/exact_fraction"] == pytest.approx(17 / 18)
+    metrics = made.after_update(7, step_batch, records(step_batch))
+    assert metrics["tim/exact_fraction"] == pytest.approx(17 / 18)
+    assert metrics["tim/compared_delta_abs_max"] == metrics["tim/delta_abs_max"] > 0
 
 
 def test_without_a_gate_nothing_stops():
@@ -169,6 +172,7 @@ def test_bypass_uses_only_the_rows_that_saw_the_rollouts_weights():
     metrics = made.after_update(7, step_batch, records(step_batch, moved))
     assert metrics["tim/sampled_share"] == pytest.approx(0.5)
     assert metrics["tim/valid_tokens"] == 9
+    assert (metrics["tim/compared_tokens"], metrics["tim/uncompared_tokens"]) == (9, 9)
     assert metrics["tim/delta_abs_max"] == 0.0
     assert metrics["tim/exact_fraction"] == 1.0
     # the ratio that the loss used comes from all rows
@@ -214,6 +218,7 @@ def test_bypass_without_a_fresh_row_says_so():
     made = observer(bypass=True)
     metrics = made.after_update(7, step_batch, records(step_batch, step_batch.rollout_log_probs_BT, fresh_rows=()))
     assert metrics.pop("tim/sampled_share") == 0.0
+    assert (metrics.pop("tim/compared_tokens"), metrics.pop("tim/uncompared_tokens")) == (0, 18)
     # what is left is of the loss's own ratio, which needs no p_old
     assert all(name.startswith(("tim/ppo_k", "tim/clipped_share_")) for name in metrics)
 
@@ -247,7 +252,7 @@ def test_the_dump_of_an_update_is_enough_to_compute_its_loss_again(tmp_path):
     made = observer(TimConfig(dump=DumpConfig(every=1, dir=str(tmp_path))))
     step_batch = batch()
     reports = [LossReport(number, number == 0, 9, 0.5 + number, MetricSums()) for number in range(2)]
-    made.after_update(7, step_batch, records(step_batch), reports)
+    made.dump_update(7, records(step_batch), reports)
     dumped = torch.load(tmp_path / "update_000007.pt", weights_only=True)
     assert [part["mini_batch"] for part in dumped["records"]] == [0, 1]
     assert dumped["records"][1]["rows"].tolist() == [3, 2]

@@ -98,14 +98,21 @@ def full(key: str) -> str:
         (["actor.ulysses_sequence_parallel_size=2"],
          "actor.ulysses_sequence_parallel_size", "sequence parallelism"),
         (["rollout.dtype=float32"], "rollout.dtype", "bfloat16"),
+        (["rollout.data_parallel_size=2"], "rollout.data_parallel_size=2", "cannot do this"),
         (["rollout.tensor_model_parallel_size=2"],
-         "rollout.tensor_model_parallel_size=2", "cannot do this"),
+         "rollout.tensor_model_parallel_size", "takes 2 ranks of one node"),
+        (["rollout.pipeline_model_parallel_size=4", "trainer.n_gpus_per_node=4"],
+         "rollout.pipeline_model_parallel_size", "4 stages for 2 layers"),
         (["+rollout.engine_kwargs.vexact.pages=3"], "rollout", "engine_kwargs.vexact.pages"),
         (["data.max_response_length=500"], "rollout", "context of 128"),
         (["rollout.calculate_log_probs=false"], "rollout.calculate_log_probs", "compared"),
         (["+model.override_config.rope_theta=5"],
          "model.override_config.rope_theta", "not the rollout's"),
-        (["trainer.v1.trainer_mode=colocate_async"], "trainer.v1.trainer_mode", "synchronous"),
+        (["trainer.v1.trainer_mode=async"], "trainer.v1.trainer_mode", "no trainer async"),
+        (["trainer.v1.trainer_mode=separate_async"], "rollout.checkpoint_engine.backend", "elsewhere"),
+        (["+tim.partial_rollout={max_version_lag: 1}"], "tim.partial_rollout.max_version_lag", "no effect"),
+        (["+tim.reuse_rollout_log_probs={enabled: true}", "trainer.v1.trainer_mode=colocate_async"],
+         "tim.reuse_rollout_log_probs.enabled", "older weights"),
         (["model.path=/nowhere"], "model.path", "does not exist"),
         (["data.train_files=/nowhere/a.parquet"], "data.train_files", "does not exist"),
         (["actor.policy_loss.loss_mode=bypass_mode"],
@@ -127,6 +134,22 @@ def test_each_deviation_is_named(config_of, overrides, key, says):
         check(config_of(*overrides))
 
 
+def test_the_asynchronous_trainers_may_start(config_of):
+    assert findings(config_of("trainer.v1.trainer_mode=colocate_async")) == []
+    separate = [
+        "trainer.v1.trainer_mode=separate_async",
+        "trainer.v1.separate_async.parameter_sync_step=1",
+        "rollout.nnodes=1",
+        "rollout.n_gpus_per_node=1",
+        "rollout.checkpoint_engine.backend=gloo",
+        "rollout.checkpoint_engine.custom_backend_module=verl_tim.rollout.gloo_checkpoint_engine",
+    ]
+    found = findings(config_of(*map(full, separate)))
+    assert [finding.key for finding in found] == ["ray_kwargs.ray_init.num_gpus"], "one slot more for the server"
+    assert "2 here" in found[0].problem
+    assert findings(config_of(*map(full, separate), "ray_kwargs.ray_init.num_gpus=2")) == []
+
+
 def test_fp32_on_both_sides_is_fine(config_of):
     fp32 = [
         "actor_rollout_ref.rollout.dtype=float32",
@@ -145,6 +168,9 @@ def test_cpus_needed(config_of):
     assert required_cpus(config_of()) == 5
     assert required_cpus(config_of("trainer.use_v1=false")) == 4
     assert required_cpus(config_of("trainer.n_gpus_per_node=2")) == 8
+    apart = ("rollout.nnodes=1", "rollout.n_gpus_per_node=2")
+    separate = config_of("trainer.v1.trainer_mode=separate_async", *map(full, apart))
+    assert required_cpus(separate) == 9
     assert required_cpus(config_of("transfer_queue.backend.SimpleStorage.num_data_storage_units=8")) == 12
 
 

@@ -73,12 +73,12 @@ def report(steps=1, *failures):
 
 
 def test_counters_are_summed_over_the_servers():
-    watch = startup.RolloutWatch(config(), manager(Server(report(3)), Server(report(4))))
+    watch = startup.RolloutWatch(config(), [manager(Server(report(3))), manager(Server(report(4)))])
     assert watch.check() == {"tim/rollout_steps": 7.0, "tim/rollout_preemptions": 4.0}
 
 
 def test_a_failed_request_stops_the_run_with_its_cause():
-    watch = startup.RolloutWatch(config(), manager(Server(report(3)), Server(report(4, "RequestError: too long"))))
+    watch = startup.RolloutWatch(config(), [manager(Server(report(3)), Server(report(4, "RequestError: too long")))])
     with pytest.raises(
         startup.RolloutError, match="1 requests to the rollout failed; the first: RequestError: too long"
     ):
@@ -86,5 +86,5 @@ def test_a_failed_request_stops_the_run_with_its_cause():
 
 
 def test_other_rollouts_are_not_asked():
-    watch = startup.RolloutWatch(config("vllm"), SimpleNamespace(get_replicas=lambda: pytest.fail("asked")))
+    watch = startup.RolloutWatch(config("vllm"), [SimpleNamespace(get_replicas=lambda: pytest.fail("asked"))])
     assert watch.check() == {}

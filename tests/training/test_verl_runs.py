@@ -46,6 +46,8 @@ class Case:
     kind: str
     overrides: tuple[str, ...] = ()
     ranks: int = 1
+    replicas: int = 0  # where not one per rank
+    split: tuple[int, int] = (1, 1)  # tensor and pipeline parallel ranks of a replica
 
 
 EXACT = {
@@ -54,6 +56,16 @@ EXACT = {
     ),
     "V1, MoE, bf16, packed, T 0.6, two ranks and replicas": Case(
         "qwen3_moe", ("actor_rollout_ref.rollout.temperature=0.6",), ranks=2
+    ),
+    "V1, MoE, bf16, packed, T 1.0, two ranks and one replica of two": Case(
+        "qwen3_moe", ("actor_rollout_ref.rollout.tensor_model_parallel_size=2",), ranks=2, replicas=1, split=(2, 1)
+    ),
+    "legacy, dense, bf16, packed, T 1.0, one replica of two stages": Case(
+        "qwen3",
+        ("trainer.use_v1=false", "actor_rollout_ref.rollout.pipeline_model_parallel_size=2"),
+        ranks=2,
+        replicas=1,
+        split=(1, 2),
     ),
     "legacy, dense, bf16, padded, T 1.0": Case(
         "qwen3", ("trainer.use_v1=false", "actor_rollout_ref.model.use_remove_padding=false")
@@ -93,7 +105,8 @@ def test_every_bit_agrees(exact_run, name):
     assert run.series("training/rollout_probs_diff_max") == [0.0] * 3
     assert run.series("tim/trainer_self_delta_max") == [0.0] * 3
     assert max(abs(k1) for k1 in run.series("tim/ppo_k1")) > 0, "the second mini-batch saw moved weights"
-    assert all(updates == case.ranks for updates in run.series("tim/rollout_weight_updates"))
+    replicas = case.replicas or case.ranks
+    assert all(updates == replicas for updates in run.series("tim/rollout_weight_updates"))
     if "preemption" in name:
         assert all(preemptions > 0 for preemptions in run.series("tim/rollout_preemptions"))
     manifest = run.manifest()
@@ -101,7 +114,8 @@ def test_every_bit_agrees(exact_run, name):
     assert trainer["facts"]["numerics"] == rollout["facts"]["numerics"] == "contract"
     assert trainer["facts"]["compute_dtype"] == rollout["facts"]["compute_dtype"]
     assert trainer["facts"]["contract_id"] == rollout["facts"]["contract_id"]
-    assert len(rollout["processes"]) == len(trainer["processes"]) == case.ranks
+    assert (len(rollout["processes"]), len(trainer["processes"])) == (replicas, case.ranks)
+    assert (rollout["facts"]["tensor_parallel"], rollout["facts"]["pipeline_parallel"]) == case.split
     samples = [json.loads(line) for line in (run.folder / "samples.jsonl").read_text().splitlines()]
     assert {sample["step"] for sample in samples} == {1, 2, 3}
     assert all(sample["uid"] is not None and sample["ground_truth"] for sample in samples)
@@ -162,15 +176,15 @@ def test_one_ulp_stops_the_run(folders, data, tmp_path):
 BROKEN_RECEIVER = """
 import verl_tim.rollout.server as server
 
-async def receive_weights(self, bucket):
+async def receive_weights(self, bucket, rank):
     raise ValueError("planted: the receiver broke")
 
 original = server.EngineServer.receive_weights
 
-async def after_the_first(self, bucket):
+async def after_the_first(self, bucket, rank):
     if self.engine.weight_version >= 0 and self._update.version >= 1 and self.replica_rank == 1:
-        await receive_weights(self, bucket)
-    await original(self, bucket)
+        await receive_weights(self, bucket, rank)
+    await original(self, bucket, rank)
 
 server.EngineServer.receive_weights = after_the_first
 """

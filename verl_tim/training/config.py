@@ -9,6 +9,8 @@ tim:
   samples: {per_step: 4}       # rows of each step kept in samples.jsonl
   dump: {every: 0, dir: null, tokens_per_step: 20000}  # every n-th step's batch and its loss as files; 0: never; dir:
                                # run_dir/dumps; and tokens of each step sampled into run_dir/tokens; 0: none
+  reuse_rollout_log_probs: {enabled: false, audit_every: 10}  # old log-probs from an exact rollout, see `reuse`
+  partial_rollout: {max_version_lag: null}  # asynchronous trainers: older tokens are left out of the loss; null: none
   sample_sequences: 8          # sequences of each step whose top-1 tokens and router choices are recorded; 0: none
   poll_interval: 0.1           # seconds between two looks of the V1 trainer at its replay buffer (verl: 2.0)
 ```
@@ -106,6 +108,39 @@ class DumpConfig:
 
 
 @dataclass(frozen=True)
+class ReuseConfig:
+    """Old log-probs from the rollout; every so many steps, and the first, the trainer computes them and compares."""
+
+    enabled: bool = False
+    audit_every: int = 10
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.enabled, bool):
+            raise ConfigError(f"tim.reuse_rollout_log_probs.enabled={self.enabled!r}: choose true or false")
+        every = self.audit_every
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise ConfigError(
+                f"tim.reuse_rollout_log_probs.audit_every={every!r}: give a number of steps, at least 1 (every step)"
+            )
+
+
+@dataclass(frozen=True)
+class PartialRolloutConfig:
+    """Responses drawn under several versions of the weights: tokens more than so many versions old are left out of the
+    loss; null leaves none out."""
+
+    max_version_lag: int | None = None
+
+    def __post_init__(self) -> None:
+        lag = self.max_version_lag
+        if lag is not None and (isinstance(lag, bool) or not isinstance(lag, int) or lag < 0):
+            raise ConfigError(
+                f"tim.partial_rollout.max_version_lag={lag!r}: give a number of versions (0: only tokens of the "
+                "trainer's own weights), or null to leave no token out"
+            )
+
+
+@dataclass(frozen=True)
 class TimConfig:
     """The `tim` group, checked. Unknown keys raise `ConfigError` naming them."""
 
@@ -114,13 +149,17 @@ class TimConfig:
     gate: GateConfig = field(default_factory=GateConfig)
     samples: SamplesConfig = field(default_factory=SamplesConfig)
     dump: DumpConfig = field(default_factory=DumpConfig)
+    reuse_rollout_log_probs: ReuseConfig = field(default_factory=ReuseConfig)
+    partial_rollout: PartialRolloutConfig = field(default_factory=PartialRolloutConfig)
     sample_sequences: int = 8
     poll_interval: float = 0.1
+    on_policy: bool = False
     # Read by other parts of verl_tim (building data sets and models); here only so that they count as known.
     cache_dir: str | None = None
     choices: Any = None
     task: Any = None
     model: Any = None
+    split: Any = None
     manifest: Any = None  # written by the trainer at its start, for trackers
 
     def __post_init__(self) -> None:
@@ -134,6 +173,8 @@ class TimConfig:
         number = isinstance(self.poll_interval, (int, float)) and not isinstance(self.poll_interval, bool)
         if not (number and 0 < self.poll_interval < float("inf")):
             raise ConfigError(f"tim.poll_interval={self.poll_interval!r}: give seconds above 0")
+        if not isinstance(self.on_policy, bool):
+            raise ConfigError(f"tim.on_policy={self.on_policy!r}: choose true or false")
         if self.dump.every and not (self.dump.dir or self.run_dir):
             raise ConfigError("tim.dump.every is set without a folder: set tim.dump.dir or tim.run_dir")
 
@@ -194,7 +235,13 @@ def _build(kind: type, values: Mapping[str, Any], where: str) -> Any:
     unknown = sorted(set(values) - set(known))
     if unknown:
         raise ConfigError(f"unknown key {where}.{unknown[0]}: known are {', '.join(sorted(known))}")
-    nested = {"gate": GateConfig, "samples": SamplesConfig, "dump": DumpConfig}
+    nested = {
+        "gate": GateConfig,
+        "samples": SamplesConfig,
+        "dump": DumpConfig,
+        "reuse_rollout_log_probs": ReuseConfig,
+        "partial_rollout": PartialRolloutConfig,
+    }
     arguments = {}
     for name, value in values.items():
         if kind is TimConfig and name in nested and value is not None:

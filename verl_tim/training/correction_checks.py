@@ -175,13 +175,6 @@ def _reaches_the_loss(get: _Get) -> Iterator[Finding]:
             f"it is {strategy}, and the correction is in verl_tim's FSDP engine",
             "Set it to fsdp2",
         )
-    mode = get("trainer.v1.trainer_mode", "sync")
-    if get("trainer.use_v1", True) and mode != "sync":
-        yield Finding(
-            "trainer.v1.trainer_mode",
-            f"{CORRECTION_KEY} needs the synchronous trainer, not {mode}: the others run verl's own correction",
-            "Set it to sync",
-        )
     if get("distillation.enabled", False):
         yield Finding(
             "distillation.enabled",

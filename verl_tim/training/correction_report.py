@@ -37,7 +37,9 @@ class LossReport:
     sums: MetricSums
 
 
-def step_metrics(reports: Sequence[LossReport], correction: RolloutCorrectionConfig) -> dict[str, float]:
+def step_metrics(
+    reports: Sequence[LossReport], correction: RolloutCorrectionConfig, *, reused: bool = False
+) -> dict[str, float]:
     """Metrics of one training step over all its mini-batches and ranks.
 
     Under bypass without `old_forward` later mini-batches hold real drift, so what measures the mismatch (of d, and of
@@ -51,6 +53,8 @@ def step_metrics(reports: Sequence[LossReport], correction: RolloutCorrectionCon
         fresh = _merged([report for report in reports if report.fresh])
         metrics = {name: value for name, value in metrics.items() if not _is_mismatch(name)}
         metrics |= {name: value for name, value in fresh.items() if _is_mismatch(name)}
+    if reused:
+        metrics = {name: value for name, value in metrics.items() if not _is_mismatch(name)}
     metrics[f"{PREFIX}empty_step"] = float(any(report.kept_tokens == 0 for report in reports))
     return metrics
 

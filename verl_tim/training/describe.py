@@ -36,7 +36,9 @@ def describe_engine(engine: Any) -> dict[str, Any]:
         "compute_dtype": _name(compute),
         "reduce_dtype": canonical(str(mixed_precision.get("reduce_dtype", "fp32"))),
         "head_dtype": "float32" if exact else _name(compute),
-        "attention_backend": "contract" if exact else engine.module.config._attn_implementation,
+        "attention_backend": engine.contract.attention_on(device)
+        if exact
+        else engine.module.config._attn_implementation,
         "gemm_kernel": kernels,
         "gemm_batch_invariant": exact,
         "norm_kernel": kernels,

@@ -51,6 +51,7 @@ class InProcessTrainer:
         model_path: folder of a Hugging Face model.
         dtype: compute dtype, "bfloat16" or "float32"; the master weights are fp32 as in a run.
         numerics: "contract", or "stock" for verl's own path.
+        gradient_checkpointing, activation_offload: verl's `model.enable_*` of the same names; the second needs a GPU.
         lr: AdamW's learning rate.
 
     Needs a process group (`single_rank_group`).
@@ -63,6 +64,7 @@ class InProcessTrainer:
         dtype: str = "bfloat16",
         numerics: str = "contract",
         gradient_checkpointing: bool = False,
+        activation_offload: bool = False,
         lr: float = 1e-3,
     ) -> None:
         from verl.trainer.config import CheckpointConfig
@@ -80,6 +82,7 @@ class InProcessTrainer:
             use_fused_kernels=contract,
             fused_kernel_options={"impl_backend": CONTRACT_BACKEND if contract else "torch"},
             enable_gradient_checkpointing=gradient_checkpointing,
+            enable_activation_offload=activation_offload,
             override_config={"attn_implementation": "sdpa"},
         )
         engine_config = FSDPEngineConfig(
@@ -180,6 +183,24 @@ class InProcessTrainer:
             yield
         finally:
             _switch_checkpointing(module, before)
+
+    def snapshot(self) -> Any:
+        """The weights of now, as verl's `separate_async` keeps them (utils/fsdp_utils.py:1146); for `at`."""
+        from verl.utils.fsdp_utils import fsdp2_sharded_save_to_cpu
+
+        return fsdp2_sharded_save_to_cpu(self.engine.module)
+
+    @contextmanager
+    def at(self, snapshot: Any) -> Iterator[None]:
+        """The weights of a snapshot inside the block, and those of before after it."""
+        from verl.utils.fsdp_utils import fsdp2_sharded_load_from_cpu
+
+        before = self.snapshot()
+        fsdp2_sharded_load_from_cpu(self.engine.module, *snapshot)
+        try:
+            yield
+        finally:
+            fsdp2_sharded_load_from_cpu(self.engine.module, *before)
 
     def head_weight(self) -> Tensor:
         """The output head (vocabulary, hidden) in the compute dtype, on the trainer's device."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import ray
 from omegaconf import OmegaConf
@@ -16,21 +16,21 @@ from verl_tim.training.config import ROLLOUTS, TimConfig
 from verl_tim.training.pairing import check_pairing
 
 
-def run_manifest(tim: TimConfig, config: Any, worker_group: Any, server_manager: Any) -> Manifest:
+def run_manifest(tim: TimConfig, config: Any, worker_group: Any, server_managers: Sequence[Any]) -> Manifest:
     """Ask every process of the run.
 
     Args:
         worker_group: verl's RayWorkerGroup of the actor.
-        server_manager: verl's LLMServerManager.
+        server_managers: verl's LLMServerManagers.
     """
-    trainer, rollout = describe_trainer(worker_group), describe_rollout(config, server_manager)
+    trainer, rollout = describe_trainer(worker_group), describe_rollout(config, server_managers)
     if config.actor_rollout_ref.rollout.name == "vexact" and tim.trainer_numerics == "contract":
         check_pairing(trainer, rollout)
     return Manifest.from_processes(
         run=_run_facts(tim, config),
         trainer=trainer,
         rollout=rollout,
-        old_log_probs="bypass" if _correction(config).get("bypass_mode") else "recompute",
+        old_log_probs=_old_log_probs(tim, config),
         correction={**_correction(config), "loss_mode": config.actor_rollout_ref.actor.policy_loss.loss_mode},
     )
 
@@ -52,10 +52,11 @@ def _describe_worker(worker: Any) -> dict[str, Any]:
     raise RuntimeError(f"no actor among the roles {sorted(roles)} of this worker")
 
 
-def describe_rollout(config: Any, server_manager: Any) -> dict[str, dict[str, Any]]:
+def describe_rollout(config: Any, server_managers: Sequence[Any]) -> dict[str, dict[str, Any]]:
     """Facts of each rollout server, by name: ours from the server itself, another's from what it lets one see."""
     name = config.actor_rollout_ref.rollout.name
-    servers = [server for replica in server_manager.get_replicas() for server in replica.servers]
+    replicas = [replica for manager in server_managers for replica in manager.get_replicas()]
+    servers = [server for replica in replicas for server in replica.servers]
     if name in ROLLOUTS:
         facts = ray.get([server.describe.remote() for server in servers])
     else:
@@ -63,6 +64,12 @@ def describe_rollout(config: Any, server_manager: Any) -> dict[str, dict[str, An
 
         facts = ray.get([server.__ray_call__.remote(describe_foreign_server, name) for server in servers])
     return {f"server {number}": described for number, described in enumerate(facts)}
+
+
+def _old_log_probs(tim: TimConfig, config: Any) -> Literal["recompute", "bypass", "reuse"]:
+    if _correction(config).get("bypass_mode"):
+        return "bypass"
+    return "reuse" if tim.reuse_rollout_log_probs.enabled else "recompute"
 
 
 def _correction(config: Any) -> Mapping[str, Any]:

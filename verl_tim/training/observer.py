@@ -22,12 +22,14 @@ from verl_tim.diagnosis.gate import BitReport, GateError, compare_bits
 from verl_tim.diagnosis.loss_ratio import LossRatioSums
 from verl_tim.diagnosis.run_folder import RunFolder, Sample
 from verl_tim.rollout.recorded import Recorded
+from verl_tim.rollout.versions import UNKNOWN
 from verl_tim.training.baseline_gate import BaselineGate
 from verl_tim.training.choices import Choices
 from verl_tim.training.config import TimConfig
 from verl_tim.training.correction_report import LossReport
 from verl_tim.training.forward_records import ForwardRecord
 from verl_tim.training.records import LossRecord, SeenByLoss, assemble, padded
+from verl_tim.training.reuse import LogProbReuse, check_usable
 from verl_tim.training.token_dumps import TokenDumper
 
 logger = logging.getLogger(__name__)
@@ -45,14 +47,16 @@ class StepBatch:
 
     Attributes:
         keys: name of each row, for messages and samples ("uid_session_index" in V1).
-        old_log_probs_BT: the trainer's, float32; None under bypass without `old_forward`, where nobody has computed
-            them yet.
+        old_log_probs_BT: the trainer's, float32; None where the trainer has not computed them: under bypass without
+            `old_forward`, and on a step that takes the rollout's (`reuse`).
         rollout_log_probs_BT: as recorded when the token was drawn; None if the rollout records none.
         response_mask_BT: before any rejection; what was kept is known after the update (`SeenByLoss`).
         advantages_BT, scores_B: as verl computed them; scores are the summed rewards.
         prompts, responses: token ids of each row, without padding.
         uids: of each row's prompt.
-        versions_B: weight version of each row (`global_steps`), None if unknown.
+        versions_B: oldest weight version of each row (`global_steps`), None if unknown.
+        versions_BT: int64, the version of each token, `UNKNOWN` where there is no record; None where all tokens were
+            drawn under the weights that the update starts from.
         recorded: what the rollout recorded of sampled rows, None for the others.
         data: further per-row values for samples.jsonl: index, ground_truth, data_source, ...
     """
@@ -67,11 +71,50 @@ class StepBatch:
     responses: Sequence[Sequence[int]]
     uids: Sequence[str] = ()
     versions_B: Tensor | None = None
+    versions_BT: Tensor | None = None
     recorded: Sequence[Recorded | None] | None = None
     data: dict[str, Sequence[Any]] | None = None
 
     def __len__(self) -> int:
         return self.response_mask_BT.shape[0]
+
+    @property
+    def tokens(self) -> int:
+        """What a forward over the batch runs over: prompts and responses."""
+        return sum(map(len, self.prompts)) + sum(map(len, self.responses))
+
+    @classmethod
+    def joined(cls, parts: Sequence[StepBatch]) -> StepBatch:
+        """Batches one below the other; what one of them lacks the whole lacks."""
+        width = max(part.response_mask_BT.shape[1] for part in parts)
+
+        def tensors(name: str, fill: float = 0) -> Any:
+            given = [getattr(part, name) for part in parts]
+            if any(x is None for x in given):
+                return None
+            return torch.cat(
+                [torch.nn.functional.pad(x, (0, width - x.shape[1]), value=fill) if x.dim() == 2 else x for x in given]
+            )
+
+        def rows(name: str) -> list[Any]:
+            return [value for part in parts for value in getattr(part, name) or ()]
+
+        names = set.intersection(*(set(part.data or ()) for part in parts))
+        return cls(
+            keys=rows("keys"),
+            old_log_probs_BT=tensors("old_log_probs_BT"),
+            rollout_log_probs_BT=tensors("rollout_log_probs_BT"),
+            response_mask_BT=tensors("response_mask_BT"),
+            advantages_BT=tensors("advantages_BT"),
+            scores_B=tensors("scores_B"),
+            prompts=rows("prompts"),
+            responses=rows("responses"),
+            uids=rows("uids"),
+            versions_B=tensors("versions_B"),
+            versions_BT=tensors("versions_BT", UNKNOWN),
+            recorded=None if any(part.recorded is None for part in parts) else rows("recorded"),
+            data={name: [value for part in parts for value in (part.data or {})[name]] for name in sorted(names)},
+        )
 
 
 class StepObserver:
@@ -83,6 +126,7 @@ class StepObserver:
         bypass: True if old log-probs are the rollout's.
         clip_ratio_low, clip_ratio_high: PPO's clip, for the clip metrics.
         decode: token ids to text.
+        reuse: which steps take old log-probs from the rollout; None: no step does.
         correction: the correction's settings, and `model_path` that of the model, for the token dumps.
 
     Attributes:
@@ -98,16 +142,21 @@ class StepObserver:
         clip_ratio_low: float,
         clip_ratio_high: float,
         decode: Callable[[Sequence[int]], str],
+        reuse: LogProbReuse | None = None,
         correction: Mapping[str, Any] | None = None,
         model_path: str = "",
     ) -> None:
         self.tim = tim
         self.gated = gated
+        self.reuse = reuse
         self.bypass = bypass
         self.clip_ratio_low = clip_ratio_low
         self.clip_ratio_high = clip_ratio_high
         self.decode = decode
         self.baseline = BaselineGate.of(tim.gate)
+        self._compared = 0  # tokens of the step under way that the gate has compared
+        self._largest = 0.0  # nats, their largest difference
+        self._part = 0  # of the step under way
         self._tokens = TokenDumper(tim, decode, correction=correction or {}, model_path=model_path)
 
     # ------------------------------------------------------------------------------------------------- two moments
@@ -115,18 +164,30 @@ class StepObserver:
     def before_update(self, step: int, batch: StepBatch) -> None:
         """Dump, samples and, where the trainer has scored the batch, the gate.
 
+        A step whose batch comes in parts, each with an update of its own, calls it for each part.
+
         Raises:
             MismatchError: the gate found a differing bit and `tim.gate.on_mismatch` is stop.
+            ReuseError: the step takes old log-probs from the rollout, and one is missing.
         """
         self._dump(step, batch)
-        self._write_samples(step, batch)
-        if self.gated and (not self.bypass or batch.old_log_probs_BT is not None):
+        if self._part == 0:
+            self._write_samples(step, batch)
+        reuses = self.reuse is not None and not self.reuse.audits(step)
+        if self.gated and not reuses and (not self.bypass or batch.old_log_probs_BT is not None):
             if batch.rollout_log_probs_BT is None or batch.old_log_probs_BT is None:
                 raise MismatchError(
                     "tim.gate.exact needs the rollout's log-probs: set "
                     "actor_rollout_ref.rollout.calculate_log_probs=true"
                 )
             self._gate(step, batch, batch.old_log_probs_BT, batch.response_mask_BT)
+        if self.reuse is None:
+            return
+        if reuses:
+            check_usable(step, batch.keys, batch.rollout_log_probs_BT, batch.response_mask_BT)
+            self.reuse.reused(step)
+        else:
+            self.reuse.audited(step, batch.tokens)
 
     def after_update(
         self,
@@ -136,27 +197,31 @@ class StepObserver:
         reports: Sequence[LossReport] = (),
         forwards: Sequence[ForwardRecord] = (),
     ) -> dict[str, float]:
-        """`tim/*` of the step; under bypass the gate, too, on the rows that saw the rollout's weights.
+        """`tim/*` of the step; where the trainer has not scored the batch the gate, too, on the rows that saw the
+        rollout's weights.
 
         Args:
+            batch: of the whole step.
             records, reports: what the workers' loss saw, for the metrics, and what it came to, for the dump.
             forwards: what the workers' forward chose in the sampled rows.
 
         Raises:
             MismatchError: as in `before_update`.
         """
-        self._dump_update(step, records, reports)
+        self._part = 0
         seen = assemble(records, len(batch), batch.response_mask_BT.shape[1])
         choices = Choices.of(batch.recorded, forwards)
         self._tokens.write(step, batch, seen, choices)
         if batch.rollout_log_probs_BT is None:
             return {}
         scored = batch.old_log_probs_BT is not None
-        metrics = self._scored(step, batch, seen) if scored else self._bypassed(step, batch, seen)
+        metrics = self._scored(step, batch, seen) if scored else self._unscored(step, batch, seen)
         metrics |= self._of_the_loss(batch, records)
+        metrics |= self._coverage(step, batch)
         train_BT = batch.old_log_probs_BT if batch.old_log_probs_BT is not None else seen.log_prob_BT
         valid_BT = batch.response_mask_BT.bool() & train_BT.isfinite() & batch.rollout_log_probs_BT.isfinite()
-        metrics |= choices.metrics(valid_BT)
+        # other weights choose otherwise, which is no mismatch
+        metrics |= choices.metrics(valid_BT & self.within_lag(step, batch, 0))
         return metrics | (self.baseline.check(step, metrics) if self.baseline is not None else {})
 
     # ----------------------------------------------------------------------------------------------------- metrics
@@ -182,7 +247,9 @@ class StepObserver:
         fresh_BT = valid_BT & seen.fresh_B.unsqueeze(1)
         return metrics | trainer_self_delta(seen.log_prob_BT, batch.old_log_probs_BT, fresh_BT)
 
-    def _bypassed(self, step: int, batch: StepBatch, seen: SeenByLoss) -> dict[str, float]:
+    def _unscored(self, step: int, batch: StepBatch, seen: SeenByLoss) -> dict[str, float]:
+        """Bypass, or a step that took the rollout's log-probs: only the first mini-batch's forward saw the weights that
+        generated the batch."""
         assert batch.rollout_log_probs_BT is not None
         valid_BT = batch.response_mask_BT.bool()
         tokens = int(valid_BT.sum())
@@ -199,7 +266,7 @@ class StepObserver:
             advantages=batch.advantages_BT[rows],
             clip_ratio_low=self.clip_ratio_low,
             clip_ratio_high=self.clip_ratio_high,
-            bypass=True,
+            bypass=self.bypass,
             kept_mask=None if seen.kept_BT is None else seen.kept_BT[rows],
             spearman_sample=SPEARMAN_TOKENS,
             **self._versions(step, batch, rows),
@@ -209,7 +276,8 @@ class StepObserver:
 
     def _of_the_loss(self, batch: StepBatch, records: Sequence[LossRecord]) -> dict[str, float]:
         """Metrics of the ratio that the loss used, over every mini-batch and epoch, in either mode."""
-        reference_BT = batch.rollout_log_probs_BT if self.bypass else batch.old_log_probs_BT
+        scored = not self.bypass and batch.old_log_probs_BT is not None
+        reference_BT = batch.old_log_probs_BT if scored else batch.rollout_log_probs_BT
         assert reference_BT is not None
         mask_BT = batch.response_mask_BT.bool()
         sums = LossRatioSums()
@@ -224,23 +292,56 @@ class StepObserver:
             )
         return sums.metrics()
 
+    def _coverage(self, step: int, batch: StepBatch) -> dict[str, float]:
+        """On how many tokens the gate looked, and on how many it could not."""
+        if not self.gated:
+            return {}
+        compared, self._compared = self._compared, 0
+        largest, self._largest = self._largest, 0.0
+        found = {
+            "tim/compared_tokens": float(compared),
+            "tim/uncompared_tokens": float(int(batch.response_mask_BT.bool().sum()) - compared),
+        }
+        if compared:
+            found["tim/compared_delta_abs_max"] = largest
+        return found | (self.reuse.metrics(step, batch.tokens) if self.reuse is not None else {})
+
+    def within_lag(self, step: int, batch: StepBatch, lag: int) -> Tensor:
+        """(B, T) bool: tokens drawn under weights at most `lag` versions older than those that the update starts from.
+
+        These are version step - 1: each step ends by giving its weights to the rollout. A token of unknown version is
+        not among them; without versions every token is.
+        """
+        if batch.versions_BT is None:
+            return torch.ones_like(batch.response_mask_BT, dtype=torch.bool)
+        return (batch.versions_BT != UNKNOWN) & (batch.versions_BT >= step - 1 - lag)
+
     def _versions(self, step: int, batch: StepBatch, rows: Tensor) -> dict[str, Any]:
-        """The step's rows were drawn under version step - 1 when training is synchronous; older is stale."""
+        """Versions by token, for a token without a record the oldest of its row; older than step - 1 is stale."""
         if batch.versions_B is None:
             return {}
         versions_BT = batch.versions_B[rows].unsqueeze(1).expand(-1, batch.response_mask_BT.shape[1])
+        if batch.versions_BT is not None:
+            known_BT = batch.versions_BT[rows]
+            versions_BT = torch.where(known_BT == UNKNOWN, versions_BT, known_BT)
         return {"weight_versions": versions_BT, "current_version": step - 1}
 
     # -------------------------------------------------------------------------------------------------------- gate
 
     def _gate(self, step: int, batch: StepBatch, train_BT: Tensor, mask_BT: Tensor) -> None:
+        """Compare the tokens of the weights that `train_BT` was computed under; others say nothing about exactness."""
         assert batch.rollout_log_probs_BT is not None
+        mask_BT = mask_BT.bool() & self.within_lag(step, batch, 0)
+        if batch.versions_BT is not None and not bool(mask_BT.any()):
+            return
         try:
             report = compare_bits(train_BT.float(), batch.rollout_log_probs_BT.float(), mask_BT)
         except GateError as error:
             raise MismatchError(
                 f"step {step}: the exact gate could not compare rollout and trainer: {error}"
             ) from error
+        self._compared += report.tokens
+        self._largest = max(self._largest, report.max_abs)
         if report.passed:
             return
         message = self._describe_mismatch(step, batch, report)
@@ -257,7 +358,7 @@ class StepObserver:
         return (
             f"step {step}: rollout and trainer differ: {report}; row {first.row} is {batch.keys[first.row]}, response "
             f"token {first.token} has id {token_id} ({self.decode([token_id])!r}), trainer {float.hex(first.train)}, "
-            f"rollout {float.hex(first.rollout)}"
+            f"rollout {float.hex(first.rollout)}" + ("" if self.reuse is None else self.reuse.since_last_audit(step))
         )
 
     # ----------------------------------------------------------------------------------------------- samples, dumps
@@ -286,7 +387,7 @@ class StepObserver:
         folder = self.tim.dump_dir
         if folder is None or step % self.tim.dump.every:
             return
-        path = Path(folder) / f"step_{step:06d}.pt"
+        path = Path(folder) / f"step_{self._dump_name(step)}.pt"
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.save(
             {
@@ -299,13 +400,21 @@ class StepObserver:
                 "rollout_log_probs": batch.rollout_log_probs_BT,
                 "advantages": batch.advantages_BT,
                 "scores": batch.scores_B,
+                "versions": batch.versions_BT,
             },
             path,
         )
 
-    def _dump_update(self, step: int, records: list[LossRecord], reports: Sequence[LossReport]) -> None:
-        """Beside the batch's dump, what the loss made of it: enough to compute every mini-batch's loss again."""
-        folder = self.tim.dump_dir
+    def _dump_name(self, step: int) -> str:
+        return f"{step:06d}" + (f"_part{self._part}" if self._part else "")
+
+    def dump_update(self, step: int, records: list[LossRecord], reports: Sequence[LossReport]) -> None:
+        """Beside the batch's dump, what the loss made of it: enough to compute every mini-batch's loss again.
+
+        To be called after each update, with what `before_update` was given.
+        """
+        folder, name = self.tim.dump_dir, self._dump_name(step)
+        self._part += 1
         if folder is None or step % self.tim.dump.every:
             return
         torch.save(
@@ -323,7 +432,7 @@ class StepObserver:
                 "policy_loss": {report.number: report.policy_loss for report in reports},
                 "kept_tokens": {report.number: report.kept_tokens for report in reports},
             },
-            Path(folder) / f"update_{step:06d}.pt",
+            Path(folder) / f"update_{name}.pt",
         )
 
 

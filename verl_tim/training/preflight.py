@@ -14,6 +14,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from verl_tim.training.asynchronous_checks import asynchronous_findings, standalone_ranks
+from verl_tim.training.batches import batches, replicas
 from verl_tim.training.config import (
     BACKEND_KEY,
     CONTRACT_BACKEND,
@@ -27,10 +29,14 @@ from verl_tim.training.contract_limits import LIMITS, Limit
 from verl_tim.training.correction_checks import correction_findings
 from verl_tim.training.dtypes import canonical
 from verl_tim.training.finding import Finding
+from verl_tim.training.on_policy import on_policy
+from verl_tim.training.reuse_checks import reuse_findings
 
 # ResourcePoolManager.max_colocate_count (single_controller/ray/base.py:192): CPUs in each rank's placement-group
 # bundle.
 CPUS_PER_RANK = 3
+# The same of a rollout server with a GPU of its own (workers/rollout/replica.py:154).
+CPUS_PER_STANDALONE_RANK = 2
 
 
 @dataclass(frozen=True)
@@ -120,7 +126,7 @@ def required_cpus(config: DictConfig) -> int:
     Tried with one rank in V1: 5 run, with 4 verl waits for ever.
     """
     view = View(config)
-    needed = CPUS_PER_RANK * view.ranks + 1
+    needed = CPUS_PER_RANK * view.ranks + CPUS_PER_STANDALONE_RANK * standalone_ranks(view.get) + 1
     if view.get("trainer.use_v1", True):
         needed += int(view.get("transfer_queue.backend.SimpleStorage.num_data_storage_units", 8))
     if view.get("reward.reward_model.enable_resource_pool", False):
@@ -151,12 +157,14 @@ def _ray_resources(view: View, cluster: Cluster | None) -> Iterator[Finding]:
             f"{needed}; verl would wait for ever without a word",
             f"Set ray_kwargs.ray_init.num_cpus={max(needed, 16)}; they are slots for processes, not cores",
         )
-    if view.cpu_only and (gpus or 0) < view.ranks:
+    slots = view.ranks + standalone_ranks(view.get)
+    if view.cpu_only and (gpus or 0) < slots:
+        apart = f" and per rollout server of its own, {slots} here" if slots > view.ranks else f", {slots} here"
         yield Finding(
             "ray_kwargs.ray_init.num_gpus",
-            f"verl asks Ray for one GPU slot per trainer rank, {view.ranks} here, and Ray would have {gpus or 0:g} on "
-            "a machine without GPUs",
-            f"Set +ray_kwargs.ray_init.num_gpus={view.ranks} (cluster=cpu does); on a CPU the slot is only a name",
+            f"verl asks Ray for one GPU slot per trainer rank{apart}, and Ray would have {gpus or 0:g} on a machine "
+            "without GPUs",
+            f"Set +ray_kwargs.ray_init.num_gpus={slots} (cluster=cpu does); on a CPU the slot is only a name",
         )
 
 
@@ -266,6 +274,7 @@ def _rollout(view: View, _: Cluster | None) -> Iterator[Finding]:
             rollout_options(rollout, model_path="", max_position_embeddings=_context_of(view), device="cpu")
         except ConfigError as error:
             yield Finding("actor_rollout_ref.rollout", str(error), "See the keys named")
+        yield from _split(view)
     if not view.get("actor_rollout_ref.rollout.calculate_log_probs", False):
         yield Finding(
             "actor_rollout_ref.rollout.calculate_log_probs",
@@ -279,13 +288,36 @@ def _rollout(view: View, _: Cluster | None) -> Iterator[Finding]:
             "it changes the trainer's model and not the rollout's, which reads the model's config.json",
             "Write it into the model folder's config.json instead",
         )
-    trainer_mode = view.get("trainer.v1.trainer_mode", "sync")
-    if view.get("trainer.use_v1", True) and trainer_mode != "sync":
+
+
+def _split(view: View) -> Iterator[Finding]:
+    """An engine on several ranks: they share a node, and the model divides by them."""
+    from verl_tim.models import ModelError, load_model_config
+    from verl_tim.models.place import misfits
+    from verl_tim.rollout.options import DEGREES, ranks_of
+
+    prefix = "actor_rollout_ref.rollout"
+    ranks = ranks_of(view.get(prefix))
+    if ranks == 1:
+        return
+    degrees = [int(view.get(f"{prefix}.{key}", 1)) for key in DEGREES]
+    per_node = int(view.get("trainer.n_gpus_per_node", 8))
+    if per_node % ranks:
         yield Finding(
-            "trainer.v1.trainer_mode",
-            f"verl_tim's metrics and gate need the synchronous trainer, not {trainer_mode}",
-            "Set it to sync",
+            f"{prefix}.{DEGREES[0] if degrees[0] > 1 else DEGREES[1]}",
+            f"a replica takes {ranks} ranks of one node (tensor x pipeline), and trainer.n_gpus_per_node={per_node}",
+            "Let the first divide the second",
         )
+    folder = os.path.expanduser(str(view.get("actor_rollout_ref.model.path", "")))
+    try:
+        model = load_model_config(folder)
+    except ModelError:
+        return  # `_model` says so
+    verl_keys = dict(zip(("tensor_parallel_size", "pipeline_parallel_size"), DEGREES, strict=True))
+    for key, reason in misfits(model, *degrees):
+        for ours, theirs in verl_keys.items():
+            reason = reason.replace(ours, theirs)
+        yield Finding(f"{prefix}.{verl_keys[key]}", f"the model cannot be split so: {reason}", "Choose another degree")
 
 
 def _context_of(view: View) -> int:
@@ -356,6 +388,18 @@ def _correction(view: View, _: Cluster | None) -> Iterator[Finding]:
     yield from correction_findings(view.config)
 
 
+def _asynchronous(view: View, _: Cluster | None) -> Iterator[Finding]:
+    """Asynchronous trainers: how new weights reach a rollout elsewhere, batches that do not come out even, and settings
+    that act in another mode only."""
+    yield from asynchronous_findings(view.get, cpu_only=view.cpu_only, ours=view.rollout_is_ours)
+
+
+def _reuse(view: View, _: Cluster | None) -> Iterator[Finding]:
+    """tim.reuse_rollout_log_probs takes old log-probs from the rollout; refused where those need not be the trainer's,
+    where no gate would notice, and where a correction would compare them with themselves."""
+    yield from reuse_findings(view.config)
+
+
 RULES: tuple[StartRule, ...] = (
     _tim_group,
     _ray_resources,
@@ -366,5 +410,10 @@ RULES: tuple[StartRule, ...] = (
     _rollout,
     _model,
     _data,
+    batches,
+    replicas,
+    on_policy,
     _correction,
+    _asynchronous,
+    _reuse,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from verl_tim.training.config import ROLLOUTS, TimConfig
 from verl_tim.training.correction_config import clip_range, of_run
 from verl_tim.training.observer import StepObserver
 from verl_tim.training.preflight import Cluster, check
+from verl_tim.training.reuse import LogProbReuse
 
 
 def check_cluster(config: Any) -> None:
@@ -27,7 +29,7 @@ def check_cluster(config: Any) -> None:
     check(config, cluster=Cluster(cpus=resources.get("CPU", 0.0), gpus=resources.get("GPU", 0.0)))
 
 
-def make_observer(tim: TimConfig, config: Any, tokenizer: Any) -> StepObserver:
+def make_observer(tim: TimConfig, config: Any, tokenizer: Any, reuse: LogProbReuse | None = None) -> StepObserver:
     """The step observer of a run. The gate acts only where exactness is promised: rollout vexact, trainer contract."""
     actor, correction = config.actor_rollout_ref.actor, of_run(config)
     low, high = clip_range(actor)
@@ -39,6 +41,7 @@ def make_observer(tim: TimConfig, config: Any, tokenizer: Any) -> StepObserver:
         clip_ratio_low=low,
         clip_ratio_high=high,
         decode=lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False),
+        reuse=reuse,
         correction=dataclasses.asdict(correction),
         model_path=str(config.actor_rollout_ref.model.path),
     )
@@ -52,9 +55,9 @@ class RolloutWatch:
     stops with its cause instead.
     """
 
-    def __init__(self, config: Any, server_manager: Any) -> None:
+    def __init__(self, config: Any, server_managers: Sequence[Any]) -> None:
         ours = config.actor_rollout_ref.rollout.name in ROLLOUTS
-        replicas = server_manager.get_replicas() if ours else []
+        replicas = [replica for manager in server_managers if ours for replica in manager.get_replicas()]
         self._servers = [server for replica in replicas for server in replica.servers]
 
     def check(self) -> dict[str, float]:
@@ -75,14 +78,14 @@ class RolloutError(RuntimeError):
     """Requests to the rollout failed, and training on without them would hide it."""
 
 
-def record_run(tim: TimConfig, config: Any, worker_group: Any, server_manager: Any) -> None:
+def record_run(tim: TimConfig, config: Any, worker_group: Any, server_managers: Sequence[Any]) -> None:
     """Read the manifest from the running processes; write it into the run folder, if any, and show it to trackers.
 
     verl hands every tracker the whole config at the start of training, so it goes in there, as `tim.manifest`.
     """
     from verl_tim.training.manifest import run_manifest
 
-    manifest = run_manifest(tim, config, worker_group, server_manager)
+    manifest = run_manifest(tim, config, worker_group, server_managers)
     check_setup(tim.gate, manifest)
     if tim.run_dir is not None:
         folder = Path(tim.run_dir)

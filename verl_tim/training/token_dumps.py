@@ -80,7 +80,7 @@ class TokenDumper:
                     old_log_prob_N=values(batch.old_log_probs_BT),
                     rollout_log_prob_N=values(batch.rollout_log_probs_BT),
                     log_prob_N=values(seen.log_prob_BT),
-                    weight_version=None if batch.versions_B is None else int(batch.versions_B[row]),
+                    weight_version_N=_versions(batch, row, at),
                     top1_rollout_N=None if rollout is None else _at(rollout.top1_N, at, fill=-1),
                     top1_train_N=None if train is None else _at(train.top1_R, at, fill=-1),
                     routes_rollout_NJ=None if rollout is None else _routes(rollout.routes_NLK, at),
@@ -98,6 +98,12 @@ class TokenDumper:
             correction=self.correction,
             model_path=self.model_path,
         )
+
+
+def _versions(batch: StepBatch, row: int, at_N: np.ndarray) -> np.ndarray | None:
+    if batch.versions_BT is not None:
+        return batch.versions_BT[row, at_N].numpy()
+    return None if batch.versions_B is None else np.full(len(at_N), int(batch.versions_B[row]))
 
 
 def _at(values_R: np.ndarray, at_N: np.ndarray, *, fill: int) -> np.ndarray:

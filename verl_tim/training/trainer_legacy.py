@@ -5,10 +5,12 @@ Does nothing of its own for a run that uses nothing of verl_tim.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from omegaconf import open_dict
 from verl.protocol import DataProto
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer, compute_advantage
 
@@ -25,6 +27,7 @@ from verl_tim.training.correction_report import REPORT_METRIC, step_metrics
 from verl_tim.training.forward_records import FORWARD_METRIC, SAMPLED_FIELD
 from verl_tim.training.observer import StepBatch, StepObserver
 from verl_tim.training.records import RECORD_METRIC, ROW_FIELD, take
+from verl_tim.training.reuse import LogProbReuse
 from verl_tim.training.reward_kl import missing_is_neutral
 from verl_tim.training.startup import RolloutWatch, check_cluster, make_observer, record_run
 
@@ -37,10 +40,12 @@ class TimRayPPOTrainer(StopAfterCheckpoint, RayPPOTrainer):
         self.observer: StepObserver | None = None
         self.watch: RolloutWatch | None = None
         self.correction: RolloutCorrectionConfig | None = None
+        self.reuse: LogProbReuse | None = None
         if uses_verl_tim(config):
             ensure_registered()
             self.tim = TimConfig.of(config)
             self.correction = install(config)
+            self.reuse = LogProbReuse.of(self.tim.reuse_rollout_log_probs)
         super().__init__(config, *args, **kwargs)
 
     def init_workers(self) -> None:
@@ -48,17 +53,21 @@ class TimRayPPOTrainer(StopAfterCheckpoint, RayPPOTrainer):
             check_cluster(self.config)
         super().init_workers()
         if self.tim is not None:
-            self.observer = make_observer(self.tim, self.config, self.tokenizer)
-            self.watch = RolloutWatch(self.config, self.llm_server_manager)
-            record_run(self.tim, self.config, self.actor_rollout_wg, self.llm_server_manager)
+            self.observer = make_observer(self.tim, self.config, self.tokenizer, self.reuse)
+            self.watch = RolloutWatch(self.config, [self.llm_server_manager])
+            record_run(self.tim, self.config, self.actor_rollout_wg, [self.llm_server_manager])
 
     def _compute_old_log_prob(self, batch: DataProto):
         if self.observer is None:
             return super()._compute_old_log_prob(batch)
         recorded = batch.non_tensor_batch.pop(RECORDED_FIELD, None)
         self._number_rows(batch, recorded)
+        began = time.perf_counter()
         try:
-            return super()._compute_old_log_prob(batch)
+            scored = super()._compute_old_log_prob(batch)
+            if self.reuse is not None:
+                self.reuse.timed(time.perf_counter() - began)
+            return scored
         finally:
             _forget_rows(batch)
             if recorded is not None:
@@ -72,6 +81,7 @@ class TimRayPPOTrainer(StopAfterCheckpoint, RayPPOTrainer):
     def _update_actor(self, batch: DataProto) -> DataProto:
         if self.observer is None or self.watch is None or self.correction is None:
             return super()._update_actor(batch)
+        self._choose_old_log_probs(from_rollout=False)  # `fit` has read it
         counters = self.watch.check()
         if self.correction.old_forward:
             # the actor still has the weights that generated the batch
@@ -89,7 +99,8 @@ class TimRayPPOTrainer(StopAfterCheckpoint, RayPPOTrainer):
         metrics = output.meta_info["metrics"]
         records, reports, forwards = (take(metrics, name) for name in (RECORD_METRIC, REPORT_METRIC, FORWARD_METRIC))
         metrics.update(counters)
-        metrics.update(step_metrics(reports, self.correction))
+        metrics.update(step_metrics(reports, self.correction, reused=self._reuses))
+        self.observer.dump_update(self.global_steps, records, reports)
         metrics.update(self.observer.after_update(self.global_steps, step_batch, records, reports, forwards))
         self._save_if_stopped()
         return output
@@ -106,7 +117,25 @@ class TimRayPPOTrainer(StopAfterCheckpoint, RayPPOTrainer):
     def _get_gen_batch(self, batch: DataProto) -> DataProto:
         # the first thing verl does with a step's prompts; it also opens a validation, which belongs to its step
         self._raise_if_stopped()
+        self._choose_old_log_probs(from_rollout=self._reuses)
         return super()._get_gen_batch(batch)
+
+    @property
+    def _reuses(self) -> bool:
+        """Whether this step takes old log-probs from the rollout."""
+        return self.reuse is not None and not self.reuse.audits(self.global_steps)
+
+    def _choose_old_log_probs(self, *, from_rollout: bool) -> None:
+        """Tell verl's `fit` which of its two branches this step takes; there is no other way past its first.
+
+        It reads `bypass_mode` of the driver's config in each step, to decide between the pass and a copy of the
+        rollout's log-probs. The loss does not: the workers have their own copy of the correction, and `self.correction`
+        is what the run was started with. Entropy and verl's difference metrics come with the pass only.
+        """
+        if self.reuse is None:
+            return
+        with open_dict(self.config):
+            self.config.algorithm.rollout_correction.bypass_mode = from_rollout
 
     def _kept_baseline(self, batch: DataProto) -> None:
         """verl computes advantages in the middle of `fit`; the actor has not used them yet."""
@@ -146,10 +175,11 @@ class TimRayPPOTrainer(StopAfterCheckpoint, RayPPOTrainer):
             # verl moves the index itself into the generation batch, which is gone by now
             extra["index"] = [(entry or {}).get("index") for entry in others["extra_info"]]
         versions = list(others.get("min_global_steps", ()))
+        scored = OLD_FORWARD_FIELD if self.observer.bypass else "old_log_probs"
         known = bool(versions) and all(version is not None for version in versions)
         return StepBatch(
             keys=[f"{uid}_{row}" for row, uid in enumerate(others["uid"])],
-            old_log_probs_BT=tensors.get(OLD_FORWARD_FIELD if self.observer.bypass else "old_log_probs", None),
+            old_log_probs_BT=None if self._reuses else tensors.get(scored, None),
             rollout_log_probs_BT=tensors.get("rollout_log_probs", None),
             response_mask_BT=tensors["response_mask"],
             advantages_BT=tensors["advantages"],

@@ -1,13 +1,19 @@
-"""verl's synchronous V1 trainer with verl_tim's eyes and correction: start-up checks, manifest, gate and `tim/*` in
-every step; rejection and weights in the worker's loss.
+"""verl's V1 trainers with verl_tim's eyes and correction: start-up checks, manifest, gate and `tim/*` in every step;
+rejection and weights in the worker's loss.
 
+`TimTrainer` is what the three of them share, the synchronous one is here, the asynchronous ones in `trainer_v1_async`.
 Does nothing of its own for a run that uses nothing of verl_tim (`uses_verl_tim`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import itertools
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,6 +28,7 @@ from verl.workers.utils.padding import response_from_nested, response_to_nested
 from verl_tim.correction import RolloutCorrectionConfig
 from verl_tim.plugin import ensure_registered, loaded
 from verl_tim.rollout.recorded import RECORDED_FIELD, Recorded
+from verl_tim.rollout.versions import UNKNOWN, token_versions
 from verl_tim.training.baseline import counted_rows, take_kept_baseline, whole_sessions
 from verl_tim.training.baseline_gate import StopAfterCheckpoint
 from verl_tim.training.choices import marked_rows
@@ -32,24 +39,47 @@ from verl_tim.training.correction_report import REPORT_METRIC, LossReport, step_
 from verl_tim.training.forward_records import FORWARD_METRIC, SAMPLED_FIELD, ForwardRecord
 from verl_tim.training.observer import StepBatch, StepObserver
 from verl_tim.training.records import RECORD_METRIC, ROW_FIELD, LossRecord, take
+from verl_tim.training.reuse import LogProbReuse, ReuseError
 from verl_tim.training.reward_kl import missing_is_neutral
 from verl_tim.training.startup import RolloutWatch, check_cluster, make_observer, record_run
 
+if TYPE_CHECKING:
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
-class TimTrainerSync(StopAfterCheckpoint, PPOTrainerSync):
-    """`trainer.v1.trainer_mode=sync` as verl_tim registers it."""
+    class _Base(StopAfterCheckpoint, PPOTrainer): ...
+else:
+    _Base = StopAfterCheckpoint
+
+
+class TimTrainer(_Base):
+    """A mixin in front of one of verl's V1 trainers.
+
+    verl's `separate_async` takes a step's batch in several parts, each with an update of its own. The gate looks at
+    each part before its update; metrics, and the token dump, are of the whole.
+
+    Attributes:
+        asynchronous: tokens may have been drawn under older weights than those that the step starts from.
+    """
+
+    asynchronous = False
 
     def __init__(self, config):
         self.tim: TimConfig | None = None
         self.observer: StepObserver | None = None
         self.watch: RolloutWatch | None = None
         self.correction: RolloutCorrectionConfig | None = None
+        self.reuse: LogProbReuse | None = None
         self._recorded: list[Recorded | None] = []  # of the step's batch, by row
+        self._extra: list[Mapping[str, Any]] = []  # what the rollout said of each row beside its tokens
         self._submitted: dict[str, int] = {}  # uid -> place in the order of the data, of prompts under way
+        self._places = 0  # prompts submitted so far
+        self._parts: list[_Part] = []  # of the step under way, updated
+        self._counters: Counter[str] = Counter()  # of the rollout, since the step began
         if uses_verl_tim(config):
             ensure_registered()
             self.tim = TimConfig.of(config)
             self.correction = install(config)
+            self.reuse = LogProbReuse.of(self.tim.reuse_rollout_log_probs)
         super().__init__(config)
         if self.tim is not None:
             # verl looks every 2 s (replay_buffer.py:144), longer than a whole step of a small model takes.
@@ -60,25 +90,43 @@ class TimTrainerSync(StopAfterCheckpoint, PPOTrainerSync):
             check_cluster(self.config)
         super().init()
         if self.tim is not None:
-            self.observer = make_observer(self.tim, self.config, self.tokenizer)
-            self.watch = RolloutWatch(self.config, self.llm_server_manager)
-            record_run(self.tim, self.config, self.actor_rollout_wg, self.llm_server_manager)
+            self.observer = make_observer(self.tim, self.config, self.tokenizer, self.reuse)
+            managers = self._rollout_server_managers()
+            self.watch = RolloutWatch(self.config, managers)
+            record_run(self.tim, self.config, self.actor_rollout_wg, managers)
 
     def _submit_batch_to_rollout(self, batch: TensorDict) -> int:
         if self.tim is not None:
-            first = len(self._submitted)
-            self._submitted.update({_plain(uid): first + place for place, uid in enumerate(batch["uid"])})
+            uids = [_plain(uid) for uid in batch["uid"]]
+            self._submitted.update({uid: self._places + place for place, uid in enumerate(uids)})
+            self._places += len(uids)
         return super()._submit_batch_to_rollout(batch)
 
     def _balance_batch(self, batch: KVBatchMeta, metrics: dict, *args: Any, **kwargs: Any) -> KVBatchMeta:
         # the first thing verl does with a sampled batch
         if self.watch is not None:
-            metrics.update(self.watch.check())
+            self._counters.update(self.watch.check())
             # Rows come in the order in which they were finished. In the order of the data a rerun repeats itself: which
             # rows make a mini-batch decides the weights.
             batch.reorder(in_order_of_data(batch.keys, self._submitted))
-            self._submitted.clear()
+            # of an asynchronous trainer's prompts some are still under way; what left the replay buffer is not
+            under_way = self.replay_buffer.prompt_global_steps["train"] if self.asynchronous else ()
+            self._submitted = {uid: place for uid, place in self._submitted.items() if uid in under_way}
         return super()._balance_batch(batch, metrics, *args, **kwargs)
+
+    def step(self, metrics: dict, timing_raw: dict) -> KVBatchMeta:
+        batch = super().step(metrics, timing_raw)
+        parts, self._parts = self._parts, []
+        if self.watch is not None:
+            metrics.update(self._counters)
+            self._counters.clear()
+        if parts and self.observer is not None and self.correction is not None:
+            whole = _Part.joined(parts)
+            metrics.update(step_metrics(whole.reports, self.correction, reused=self._reuses))
+            metrics.update(
+                self.observer.after_update(self.global_steps, whole.batch, whole.records, whole.reports, whole.forwards)
+            )
+        return batch
 
     def _step_once(self, metrics: dict, timing_raw: dict, sample_batch_size: int) -> KVBatchMeta:
         try:
@@ -110,8 +158,8 @@ class TimTrainerSync(StopAfterCheckpoint, PPOTrainerSync):
         if self.observer is not None:
             # before the step's first forward; from here on verl keeps the order of the rows
             fields = self._fields(batch, "extra_fields")
-            extra = [_plain(entry) or {} for entry in fields["extra_fields"]]
-            self._recorded = [Recorded.of_wire(entry.get(RECORDED_FIELD)) for entry in extra]
+            self._extra = [_plain(entry) or {} for entry in fields["extra_fields"]]
+            self._recorded = [Recorded.of_wire(entry.get(RECORDED_FIELD)) for entry in self._extra]
             rows = torch.arange(len(batch.keys)).unsqueeze(1)
             batch = self._put(batch, {ROW_FIELD: rows, SAMPLED_FIELD: marked_rows(self._recorded)})
         if self.correction is not None and self.correction.old_forward:
@@ -124,7 +172,28 @@ class TimTrainerSync(StopAfterCheckpoint, PPOTrainerSync):
             data = self._fields(batch, "log_probs", "response_mask")
             old = response_from_nested(data["log_probs"], data["response_mask"])
             batch = self._put(batch, {OLD_FORWARD_FIELD: old})
-        return super()._compute_old_log_prob(batch, metrics)
+        if self._reuses:
+            return self._take_old_log_probs(batch)
+        began = time.perf_counter()
+        batch = super()._compute_old_log_prob(batch, metrics)
+        if self.reuse is not None:
+            self.reuse.timed(time.perf_counter() - began)
+        return batch
+
+    @property
+    def _reuses(self) -> bool:
+        """Whether this step takes old log-probs from the rollout."""
+        return self.reuse is not None and not self.reuse.audits(self.global_steps)
+
+    def _take_old_log_probs(self, batch: KVBatchMeta) -> KVBatchMeta:
+        """The rollout's log-probs as old ones; entropy and verl's own difference metrics come with the pass only."""
+        data = self._fields(batch, "rollout_log_probs")
+        if "rollout_log_probs" not in data.keys():  # noqa: SIM118 (a TensorDict is no dict)
+            raise ReuseError(
+                f"step {self.global_steps}: the rollout recorded no log-probs to take: set "
+                "actor_rollout_ref.rollout.calculate_log_probs=true"
+            )
+        return self._put(batch, {"old_log_probs": data["rollout_log_probs"]})
 
     def _compute_advantage(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         if self.tim is None:
@@ -174,21 +243,43 @@ class TimTrainerSync(StopAfterCheckpoint, PPOTrainerSync):
         if self.observer is None or self.correction is None:
             return super()._update_actor(batch, metrics)
         # an agent may give a prompt several outputs, and more rows are more optimiser steps
-        self.correction.check_schedule(optimizer_steps(self.config, len(batch.keys)))
+        self.correction.check_schedule(optimizer_steps(self.config, len(batch.keys)) * self.parameter_sync_step)
         step_batch = self._step_batch(batch)
         self.observer.before_update(self.global_steps, step_batch)
         worker_group = self.actor_rollout_wg
         taker = _Taker(worker_group)
         self.actor_rollout_wg = taker
         try:
-            batch = super()._update_actor(batch, metrics)
+            with self._stale_masked(batch, step_batch, metrics):
+                batch = super()._update_actor(batch, metrics)
         finally:
             self.actor_rollout_wg = worker_group
-        metrics.update(step_metrics(taker.reports, self.correction))
-        metrics.update(
-            self.observer.after_update(self.global_steps, step_batch, taker.records, taker.reports, taker.forwards)
-        )
+        part = _Part(step_batch, taker.records, taker.reports, taker.forwards)
+        self.observer.dump_update(self.global_steps, part.records, part.reports)
+        self._parts.append(part)
         return batch
+
+    @contextmanager
+    def _stale_masked(self, batch: KVBatchMeta, step_batch: StepBatch, metrics: dict) -> Iterator[None]:
+        """Leave tokens of too old weights out of the loss inside the block; the batch gets its mask back.
+
+        Rewards and advantages are computed by then, over all tokens, as with every rejection.
+        """
+        assert self.tim is not None
+        limit = self.tim.partial_rollout.max_version_lag
+        if limit is None or step_batch.versions_BT is None:
+            yield
+            return
+        assert self.observer is not None
+        kept_BT = self.observer.within_lag(self.global_steps, step_batch, limit)
+        whole_BT = step_batch.response_mask_BT
+        metrics["tim/masked_stale_tokens"] = float(int((whole_BT.bool() & ~kept_BT).sum()))
+        names = ("response_mask", "loss_mask")
+        before = self._fields(batch, *names)
+        masked = response_to_nested(whole_BT * kept_BT, before["response_mask"])
+        self._put(batch, dict.fromkeys(names, masked))
+        yield
+        self._put(batch, {name: before[name] for name in names})
 
     def _step_batch(self, batch: KVBatchMeta) -> StepBatch:
         """The batch as padded tensors; all rows, padding rows with an empty mask."""
@@ -219,6 +310,7 @@ class TimTrainerSync(StopAfterCheckpoint, PPOTrainerSync):
         assert whole is not None
         assert advantages is not None
         assert scores is not None
+        scored = OLD_FORWARD_FIELD if self.observer.bypass else "old_log_probs"
         versions = [tag.get("min_global_steps") for tag in batch.tags]
         extra: dict[str, Sequence[Any]] = {}
         if "reward_model" in data.keys():  # noqa: SIM118 (a TensorDict is no dict)
@@ -228,7 +320,7 @@ class TimTrainerSync(StopAfterCheckpoint, PPOTrainerSync):
                 extra[name] = [_plain(entry) for entry in data[name]]
         return StepBatch(
             keys=list(batch.keys),
-            old_log_probs_BT=padded(OLD_FORWARD_FIELD if self.observer.bypass else "old_log_probs"),
+            old_log_probs_BT=None if self._reuses else padded(scored),
             rollout_log_probs_BT=rollout,
             response_mask_BT=whole,
             advantages_BT=advantages,
@@ -238,16 +330,52 @@ class TimTrainerSync(StopAfterCheckpoint, PPOTrainerSync):
             uids=[key.rsplit("_", 2)[0] for key in batch.keys],
             recorded=self._recorded,
             versions_B=None if any(v is None for v in versions) else torch.tensor(versions),
+            versions_BT=self._token_versions(whole, responses) if self.asynchronous else None,
             data=extra,
+        )
+
+    def _token_versions(self, mask_BT: torch.Tensor, responses: Sequence[Sequence[int]]) -> torch.Tensor:
+        versions_BT = torch.full(mask_BT.shape, UNKNOWN, dtype=torch.int64)
+        for row, (fields, response) in enumerate(zip(self._extra, responses, strict=True)):
+            versions_BT[row, : len(response)] = torch.from_numpy(token_versions(fields, len(response)))
+        return versions_BT
+
+
+class TimTrainerSync(TimTrainer, PPOTrainerSync):
+    """`trainer.v1.trainer_mode=sync` as verl_tim registers it."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One update of a step: the batch, and what the workers said of it."""
+
+    batch: StepBatch
+    records: list[LossRecord]
+    reports: list[LossReport]
+    forwards: list[ForwardRecord]
+
+    @classmethod
+    def joined(cls, parts: Sequence[_Part]) -> _Part:
+        """Several updates as one, with rows numbered through."""
+        if len(parts) == 1:
+            return parts[0]
+        first = [0, *itertools.accumulate(len(part.batch) for part in parts)]
+        return cls(
+            StepBatch.joined([part.batch for part in parts]),
+            [replace(r, row_B=r.row_B + start) for start, p in zip(first, parts, strict=False) for r in p.records],
+            [report for part in parts for report in part.reports],
+            [replace(f, row=f.row + start) for start, p in zip(first, parts, strict=False) for f in p.forwards],
         )
 
 
 def in_order_of_data(keys: Sequence[str], submitted: Mapping[str, int]) -> list[int]:
     """Row numbers sorted by the prompt's place in the data, the session and the output ("{uid}_{session}_{index}")."""
 
+    behind = max(submitted.values(), default=0) + 1
+
     def place(row: int) -> tuple[int, int, int]:
         uid, session, index = keys[row].rsplit("_", 2)
-        return submitted.get(uid, len(submitted)), int(session), int(index)
+        return submitted.get(uid, behind), int(session), int(index)
 
     return sorted(range(len(keys)), key=place)
 
