@@ -105,7 +105,7 @@ def write_dumps(
                     advantage_N=np.full(count, advantage, np.float32),
                     kept_N=np.ones(count, bool) if kept is None else kept(old_N - rollout_N),
                     turn_N=np.ones(count, int),
-                    weight_version=step,
+                    weight_version_N=np.full(count, step),
                     **{name: log_probs[name] for name in fields},
                     **routes,
                 )

@@ -40,7 +40,7 @@ def test_what_is_written_is_read_back(tmp_path):
         old_log_prob_N=np.array([-1.0, -2.0, -3.0], np.float32),
         rollout_log_prob_N=np.array([-1.0, np.nan, -3.5], np.float32),
         log_prob_N=np.array([-1.25, -2.0, -3.0], np.float32),
-        weight_version=6,
+        weight_version_N=np.array([5, 6, -1]),
         top1_rollout_N=np.array([10, 5, -1], np.int32),
         top1_train_N=np.array([10, 11, 12], np.int32),
         routes_rollout_NJ=np.array([[0, 3, 1, 2], [1, 0, 3, 2]], np.int16),

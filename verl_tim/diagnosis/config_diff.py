@@ -19,7 +19,7 @@ ROLLOUT_KEYS = re.compile(
         name | mode | engine_kwargs\..* | gpu_memory_utilization | enforce_eager | cudagraph_capture_sizes |
         free_cache_engine | load_format | max_num_batched_tokens | max_num_seqs | max_model_len |
         enable_chunked_prefill | enable_prefix_caching | logprobs_mode | disable_log_stats | scheduling_policy |
-        full_determinism | layered_summon | expert_parallel_size
+        full_determinism | layered_summon | expert_parallel_size | (tensor|pipeline)_model_parallel_size
     )
     | ray_kwargs\.ray_init\.runtime_env\.env_vars\.VLLM_.*
     # verl interpolates the rollout's name into its distillation teachers

@@ -1,7 +1,8 @@
 """Estimators of a log-ratio: K1, K2, K3, chi-square. Ratios are clamped to exp(+-20) only where they are exponentiated.
 
 Definitions and signs as in verl's rollout correction (trainer/ppo/rollout_corr_helper.py, compute_offpolicy_metrics),
-with K3's exponential clamped, which verl 0.9.1 leaves out (a log-ratio of 199 is infinite there).
+with K3's exponential clamped, which verl 0.9.1 leaves out (a log-ratio of 199 is infinite there). K1 to K3 are the
+correction's own functions, so that a metric and a rejection rule of one name see one number.
 """
 
 from __future__ import annotations
@@ -11,7 +12,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from verl_tim.correction.ratios import k1, k2, k3
 from verl_tim.diagnosis.tokens import as_mask, check_field, finite_fp32
+
+__all__ = [
+    "LOG_RATIO_BOUND",
+    "RatioSums",
+    "chi_square",
+    "clamped",
+    "k1",
+    "k2",
+    "k3",
+    "ratio_minus_one",
+    "trainer_self_delta",
+]
 
 LOG_RATIO_BOUND = 20.0  # nats; exp(20) = 4.9e8
 
@@ -24,21 +38,6 @@ def clamped(log_ratio: Tensor) -> Tensor:
 def ratio_minus_one(log_ratio: Tensor) -> Tensor:
     """r - 1 without the cancellation of exp(x) - 1 at small x; clamped."""
     return torch.expm1(clamped(log_ratio))
-
-
-def k1(log_ratio: Tensor) -> Tensor:
-    """K1 = -log r, elementwise."""
-    return -log_ratio
-
-
-def k2(log_ratio: Tensor) -> Tensor:
-    """K2 = (log r)^2 / 2, elementwise."""
-    return 0.5 * log_ratio.square()
-
-
-def k3(log_ratio: Tensor) -> Tensor:
-    """K3 = r - 1 - log r, elementwise. The linear term is not clamped. Never below 0, which rounding could undercut."""
-    return (ratio_minus_one(log_ratio) - log_ratio).clamp_min(0.0)
 
 
 def chi_square(log_ratio: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 FORMAT = 1
 MANIFEST_NAME = "manifest.json"
+OldLogProbs = Literal["recompute", "bypass", "reuse"]
 
 
 class ManifestError(ValueError):
@@ -167,7 +168,8 @@ class Manifest:
     Attributes:
         run: names.
         trainer, rollout: the processes of each side.
-        old_log_probs: "recompute" (the trainer scores the batch again) or "bypass" (the rollout's are taken).
+        old_log_probs: "recompute" (the trainer scores the batch again), "bypass" (the rollout's are in PPO's ratio), or
+            "reuse" (the rollout's stand for the trainer's, to which they are equal).
         correction: every key of the resolved correction with its threshold.
         routing_replay: the mode in use, or None.
     """
@@ -175,7 +177,7 @@ class Manifest:
     run: RunFacts
     trainer: Side
     rollout: Side
-    old_log_probs: Literal["recompute", "bypass"]
+    old_log_probs: OldLogProbs
     correction: dict[str, Any] = field(default_factory=dict)
     routing_replay: str | None = None
     format: int = FORMAT
@@ -187,7 +189,7 @@ class Manifest:
         run: RunFacts | Mapping[str, Any],
         trainer: Mapping[str, Mapping[str, Any] | ProcessFacts],
         rollout: Mapping[str, Mapping[str, Any] | ProcessFacts],
-        old_log_probs: Literal["recompute", "bypass"],
+        old_log_probs: OldLogProbs,
         correction: Mapping[str, Any] | None = None,
         routing_replay: str | None = None,
     ) -> Manifest:
@@ -196,8 +198,9 @@ class Manifest:
         Raises:
             ManifestError: a side without processes, a missing or ill-typed fact, an unknown key of `run`.
         """
-        if old_log_probs not in ("recompute", "bypass"):
-            raise ManifestError(f"old_log_probs must be 'recompute' or 'bypass', got {old_log_probs!r}")
+        if old_log_probs not in get_args(OldLogProbs):
+            known = ", ".join(map(repr, get_args(OldLogProbs)))
+            raise ManifestError(f"old_log_probs must be one of {known}, got {old_log_probs!r}")
         return cls(
             run=run if isinstance(run, RunFacts) else _build(RunFacts, dict(run), "run"),
             trainer=Side.merge(trainer, "trainer"),

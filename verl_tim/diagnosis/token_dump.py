@@ -57,7 +57,7 @@ class DumpedSequence:
         position_N: place in the response; token_id_N, text_N: the tokens.
         old_log_prob_N, rollout_log_prob_N, log_prob_N: float32, nats; a NaN becomes null.
         advantage_N float32; kept_N bool; turn_N: 1-based turn of the conversation.
-        weight_version: of the weights that drew the sequence.
+        weight_version_N: of the weights that drew each token; a negative one becomes null.
         top1_rollout_N, top1_train_N: ids, a negative one becomes null.
         routes_rollout_NJ, routes_train_NJ: int16 (N, layers * k); may hold fewer tokens than N (the first ones).
     """
@@ -74,7 +74,7 @@ class DumpedSequence:
     old_log_prob_N: np.ndarray | None = None
     rollout_log_prob_N: np.ndarray | None = None
     log_prob_N: np.ndarray | None = None
-    weight_version: int | None = None
+    weight_version_N: np.ndarray | None = None
     top1_rollout_N: np.ndarray | None = None
     top1_train_N: np.ndarray | None = None
     routes_rollout_NJ: np.ndarray | None = None
@@ -89,7 +89,6 @@ class DumpedSequence:
             "uid": self.uid,
             "group": self.group,
             "length": count,
-            "weight_version": self.weight_version,
         }
         each: dict[str, Any] = {
             "position": self.position_N,
@@ -103,6 +102,7 @@ class DumpedSequence:
             "top1_rollout": _ids(self.top1_rollout_N, count),
             "top1_train": _ids(self.top1_train_N, count),
             "turn": self.turn_N,
+            "weight_version": _ids(self.weight_version_N, count),
             "routes_rollout": _lists(self.routes_rollout_NJ, count),
             "routes_train": _lists(self.routes_train_NJ, count),
         }

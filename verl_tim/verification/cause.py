@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -30,9 +32,10 @@ def name_cause(subject: Subject, engine: Engine, prompt: Prompt, output: Request
     temperature = trainer_temperature(prompt)
     with record() as train_taps:
         train_R = subject.trainer.log_probs([sequence], temperature=temperature)[0]
+    whole: Any = subject.replayed_by(engine).model
     with record() as engine_taps:
-        hidden_RD = response_hidden(engine.model, prompt.token_P, sequence.response_R)
-    replay_R = response_log_probs(engine.model, hidden_RD, sequence.response_R, temperature)
+        hidden_RD = response_hidden(whole, prompt.token_P, sequence.response_R)
+    replay_R = response_log_probs(whole, hidden_RD, sequence.response_R, temperature)
     parted = first_parting(engine_taps, train_taps)
     if parted:
         return parted

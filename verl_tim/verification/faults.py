@@ -26,6 +26,7 @@ from verl_tim.models import contract_layer
 from verl_tim.models.engine_model import EngineModel
 from verl_tim.models.stock_layer import sdpa_paged
 from verl_tim.numerics import PagedBatch, Sampled, SamplingTensors, log_probs_of
+from verl_tim.numerics.linear import PreparedLinear
 from verl_tim.numerics.moe import Routes
 
 
@@ -141,9 +142,13 @@ def stock_activation() -> Iterator[None]:
     """The engine's dense MLP keeps SiLU in float32 up to the product, as fused kernels do."""
 
     def make(_original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        return lambda gate, up: (F.silu(gate.float()) * up.float()).to(gate.dtype)
+        def gate_up(x_TD: Tensor, both: PreparedLinear) -> Tensor:
+            gate_TI, up_TI = both(x_TD).float().chunk(2, dim=-1)
+            return (F.silu(gate_TI) * up_TI).to(x_TD.dtype)
 
-    with _patched(contract_layer, "swiglu_inference", make):
+        return gate_up
+
+    with _patched(contract_layer, "gate_up_inference", make):
         yield
 
 

@@ -33,7 +33,6 @@ def response_hidden(model: RunnableModel, prompt_P: np.ndarray, response_R: np.n
     Args:
         prompt_P, response_R: int64 token ids, at least one each.
     """
-    config = model.config
     token_T = torch.from_numpy(np.concatenate([prompt_P, response_R]).astype(np.int64))
     length = len(token_T)
     rows, pages = ceil_to(length, ROW_FLOOR), ceil_to(length, PAGE_SIZE) // PAGE_SIZE
@@ -49,7 +48,8 @@ def response_hidden(model: RunnableModel, prompt_P: np.ndarray, response_R: np.n
         position_T=position_T,
         device=model.device,
     )
-    shape = (config.num_layers, pages + 1, PAGE_SIZE, config.num_kv_heads, config.head_dim)
+    layers, kv_heads, head_dim = model.kv_shape
+    shape = (layers, pages + 1, PAGE_SIZE, kv_heads, head_dim)
     k_pages, v_pages = (torch.zeros(shape, dtype=model.dtype, device=model.device) for _ in range(2))
     hidden_TD = model.forward(padded_T.to(model.device), batch, k_pages, v_pages)
     first = len(prompt_P) - 1

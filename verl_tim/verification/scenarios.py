@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from verl_tim.diagnosis.gate import Rung, ScenarioResult
@@ -40,7 +41,7 @@ def ladder(subject: Subject) -> list[Rung]:
         rung("batch", alone_and_in_company, trainer_layouts),
         rung("schedule", chunked_prefill, preempted, prefix_hits),
         rung("sampling", mixed_temperatures, truncated_sampling),
-        rung("weights", after_weight_updates, update_in_flight),
+        rung("weights", after_weight_updates, update_in_flight, partial_rollouts),
     ]
 
 
@@ -194,6 +195,111 @@ def update_in_flight(subject: Subject) -> ScenarioResult:
         for version in (old_version, subject.weight_version)
     }
     return _judge(subject, engine, "update in flight", drawn, scored=merged, counts=counts, required=tuple(counts))
+
+
+UPDATES = 3
+
+
+def partial_rollouts(subject: Subject) -> ScenarioResult:
+    """Partial rollouts: three updates while responses are drawn, kept or aborted and sent again; tokens by version."""
+    name = "partial rollouts"
+    length = max(4 * (UPDATES + 1), subject.response_tokens)
+    prompts = [
+        dataclasses.replace(prompt, token_P=prompt.token_P[:12])
+        for prompt in subject.draw_prompts(max(8, subject.requests // 2), tag="partial", params={"max_tokens": length})
+    ]
+    basis = subject.generate(subject.engine(), prompts[:2])  # what the optimiser steps are taken on
+    # rows and pages for a part of them, so that an update meets responses half drawn, preempted and not begun
+    page_size, rows = 4, max(2, len(prompts) // 2)
+    pool = page_size * -(-(12 + length) * max(2, rows - 1) // page_size)
+    engine = subject.engine(
+        page_size=page_size, kv_cache_tokens=pool, max_num_seqs=rows, watermark=0.0, enable_prefix_cache=True
+    )
+    versions = {engine.weight_version: subject.trainer.snapshot()}
+    responses = {prompt.request_id: _Response(prompt, seed=index) for index, prompt in enumerate(prompts)}
+    for response in responses.values():
+        response.send(engine)
+    counts = {"responses kept in flight": 0, "responses aborted and sent again": 0}
+    for update in range(UPDATES):
+        for _ in range(length * len(prompts) // (rows * (UPDATES + 1))):
+            _take(responses, engine.step())
+        # every other one is kept: drawing goes on where it stands
+        in_flight = engine.request_ids()
+        aborted = in_flight[update % 2 :: 2]
+        _take(responses, engine.abort(aborted))
+        engine.update_weights(subject.update(basis), subject.weight_version)
+        versions[subject.weight_version] = subject.trainer.snapshot()
+        for request_id in aborted:
+            responses[_original(request_id)].send(engine)
+        counts["responses kept in flight"] += len(in_flight) - len(aborted)
+        counts["responses aborted and sent again"] += len(aborted)
+    while engine.has_work():
+        _take(responses, engine.step())
+    engine.audit()
+    drawn = [(response.prompt, response.whole()) for response in responses.values()]
+    scored: dict[int, list[Tensor]] = {}
+    for version, weights in versions.items():
+        with subject.trainer.at(weights):
+            scored[version] = subject.score(drawn)
+    unknown = {version for _, output in drawn for version in output.weight_versions} - versions.keys()
+    if unknown:
+        return ScenarioResult(name, error=f"tokens name version {min(unknown)}, known are {sorted(versions)}")
+    expected = [
+        torch.stack([scored[version][row][at] for at, version in enumerate(output.weight_versions)])
+        for row, (_, output) in enumerate(drawn)
+    ]
+    for version in versions:
+        counts[f"tokens at version {version}"] = sum(output.weight_versions.count(version) for _, output in drawn)
+    counts["responses of several versions"] = sum(len(set(output.weight_versions)) > 1 for _, output in drawn)
+    counts["preemptions"] = engine.stats().preemptions
+    newest = max(versions)
+    counts["log-probs that other weights move"] = sum(
+        int((scored[version][row][at] != scored[newest][row][at]).item())
+        for row, (_, output) in enumerate(drawn)
+        for at, version in enumerate(output.weight_versions)
+        if version != newest
+    )
+    # a pool may be roomy enough for what a model with short answers leaves unfinished
+    required = tuple(key for key in counts if key != "preemptions")
+    return _judge(subject, engine, name, drawn, scored=expected, counts=counts, required=required)
+
+
+class _Response:
+    """One response that may be drawn in several requests, as verl's client for partial rollouts draws it."""
+
+    def __init__(self, prompt: Prompt, *, seed: int) -> None:
+        self.prompt = dataclasses.replace(prompt, params=dataclasses.replace(prompt.params, seed=seed))
+        self._parts: list[RequestOutput] = []
+
+    def send(self, engine: Engine) -> None:
+        """Ask for the rest: prompt and tokens so far, the same seed, the tokens that are left."""
+        drawn = [token for part in self._parts for token in part.token_ids]
+        params, limit = self.prompt.params, self.prompt.params.max_tokens
+        assert limit is not None
+        engine.add(
+            f"{self.prompt.request_id}/{len(self._parts)}",
+            np.concatenate([self.prompt.token_P, np.asarray(drawn, np.int64)]),
+            dataclasses.replace(params, max_tokens=limit - len(drawn)),
+        )
+
+    def take(self, output: RequestOutput) -> None:
+        self._parts.append(output)
+
+    def whole(self) -> RequestOutput:
+        """The parts as one output under the response's own id."""
+
+        lists = ("token_ids", "log_probs", "kept_mass", "top1_ids", "weight_versions")
+        joined: dict[str, Any] = {name: [x for part in self._parts for x in getattr(part, name)] for name in lists}
+        return dataclasses.replace(self._parts[-1], request_id=self.prompt.request_id, **joined)
+
+
+def _original(request_id: str) -> str:
+    return request_id.rpartition("/")[0]
+
+
+def _take(responses: dict[str, _Response], outputs: Sequence[RequestOutput]) -> None:
+    for output in outputs:
+        responses[_original(output.request_id)].take(output)
 
 
 def _facts(engine: Engine) -> dict[str, int]:

@@ -13,7 +13,9 @@ from torch import Tensor
 from verl_tim.diagnosis.gate import BitReport, compare_bits
 from verl_tim.engine.config import EngineConfig
 from verl_tim.engine.core import RequestOutput, SamplingParams
+from verl_tim.engine.crew import Crew, Split
 from verl_tim.engine.engine import Engine
+from verl_tim.engine.parallel_engine import check_split, start_engine
 from verl_tim.training.in_process import InProcessTrainer, ScoredSequence
 from verl_tim.verification.replay import response_logits
 
@@ -43,6 +45,10 @@ class Subject:
         response_tokens: most tokens per response.
         seed: of prompts and draws.
         prompts: token ids to draw prompts from; None makes random ones of mixed length.
+        tensor_parallel, pipeline_parallel: how the rollout engines are split; `close` ends their processes.
+
+    Raises:
+        EngineConfigError: the model cannot be split so.
     """
 
     model_path: str
@@ -54,11 +60,15 @@ class Subject:
     seed: int = 0
     prompts: Sequence[np.ndarray] | None = None
     weight_version: int = 0
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    _crew: Crew | None = field(default=None, repr=False)
     _updates: list[list[tuple[str, Tensor]]] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
+        check_split(self.model_path, self.tensor_parallel, self.pipeline_parallel)
         self.trainer = InProcessTrainer(self.model_path, dtype=self.dtype, numerics=self.trainer_numerics)
-        probe = self.engine()
+        probe = self.whole_engine()
         self.max_model_len, self.vocab_size = probe.max_model_len, probe.vocab_size
         self.rng = np.random.default_rng(self.seed)
 
@@ -80,11 +90,29 @@ class Subject:
             "numerics": "contract" if self.rollout == "vexact" else "stock",
             "kv_cache_tokens": 65536,
             "seed": self.seed,
+            "tensor_parallel_size": self.tensor_parallel,
+            "pipeline_parallel_size": self.pipeline_parallel,
         }
-        engine = Engine(EngineConfig(**{**config, **settings}))
+        made = EngineConfig(**{**config, **settings})
+        if made.num_ranks > 1 and self._crew is None:
+            self._crew = Crew(Split.of(made))
+        engine = start_engine(made, crew=self._crew)
         if self._updates:
             engine.update_weights(self._updates[-1], self.weight_version)
         return engine
+
+    def whole_engine(self, **settings: Any) -> Engine:
+        """As :meth:`engine`, on one rank: its model may be run by itself."""
+        return self.engine(**{**settings, "tensor_parallel_size": 1, "pipeline_parallel_size": 1})
+
+    def replayed_by(self, engine: Engine) -> Engine:
+        """An engine with the weights of now whose model may be run by itself: `engine` unless it is split."""
+        return engine if engine.config.num_ranks == 1 else self.whole_engine()
+
+    def close(self) -> None:
+        """End the processes of split engines."""
+        if self._crew is not None:
+            self._crew.close()
 
     def update(self, outputs: Sequence[tuple[Prompt, RequestOutput]]) -> list[tuple[str, Tensor]]:
         """One optimiser step of the trainer on what was drawn; the new weights, and the version moves on.
@@ -137,7 +165,7 @@ class Subject:
         Returns:
             mean_top_probability, and log_prob_std in nats over the drawn tokens.
         """
-        engine = self.engine()
+        engine = self.whole_engine()
         drawn = self.generate(engine, self.draw_prompts(8, tag="spread"))
         top = [
             response_logits(engine.model, p.token_P, p.answered(o).response_R).softmax(-1).amax(-1) for p, o in drawn
