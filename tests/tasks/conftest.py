@@ -10,3 +10,10 @@ def _one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    from fake_hub import FakeHub
+
+    return FakeHub(tmp_path / "hub", monkeypatch)

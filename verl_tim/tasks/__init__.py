@@ -1,4 +1,4 @@
-"""Tasks that need no download: data sets, reward, tokenizer and small base models, all made here from a seed.
+"""Tasks: data sets, rewards, tokenizer and small base models; all made here from a seed, but for published data.
 
 | file | noun |
 |---|---|
@@ -7,6 +7,9 @@
 | verifier.py | where an answer stands in a response, and the verifier's score of it |
 | reward.py | `compute_score`, verl's reward function |
 | dataset.py | `build_dataset`: parquet in verl's schema |
+| published/ | data sets of the Hugging Face hub and of the user's own files |
+| math/ | the reward of mathematics with free-form answers |
+| task_data.py | `task_files`: the files of a task, made here or published |
 | tokenizer.py | the small models' tokenizer |
 | architectures.py | the small models' shapes: Qwen3, Qwen3-MoE |
 | worked.py | worked solutions, what the supervised phase shows |

@@ -73,14 +73,18 @@ def resolve_shape(kind: str, overrides: Mapping[str, Any] | None = None) -> dict
     return shape
 
 
+def config_of(kind: str, shape: Mapping[str, Any], **token_ids: int) -> Qwen3Config | Qwen3MoeConfig:
+    """transformers' config of a resolved shape."""
+    fields: dict[str, Any] = {**shape, **token_ids}
+    return _CLASSES[kind][0](**fields, bos_token_id=None, dtype=torch.float32)
+
+
 def init_model(
     kind: str, shape: Mapping[str, Any], *, eos_token_id: int, pad_token_id: int, seed: int
 ) -> PreTrainedModel:
     """A freshly initialised fp32 model, a function of its arguments; the global random state is left as it was."""
-    config_class, model_class = _CLASSES[kind]
-    config = config_class(
-        **shape, eos_token_id=eos_token_id, pad_token_id=pad_token_id, bos_token_id=None, dtype=torch.float32
-    )
+    model_class = _CLASSES[kind][1]
+    config = config_of(kind, shape, eos_token_id=eos_token_id, pad_token_id=pad_token_id)
     config._attn_implementation = "sdpa"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -43,6 +43,7 @@ def make_once(
     build: Callable[[Path], Mapping[str, Any]],
     *,
     overwrite: bool = False,
+    anew: bool = False,
 ) -> Path:
     """Make `folder` from `spec`, or reuse it when it was made from an equal one.
 
@@ -51,6 +52,8 @@ def make_once(
         card_name: JSON file in it that says what it is: `{"key", "spec", "files": {name: sha256}, ...}`.
         build: fills an empty folder and returns what else the card shall say.
         overwrite: replace a folder that was made from another specification.
+        anew: replace one made from an equal specification, too, as where the specification names a branch of something
+            that moves on.
 
     The folder is filled under a temporary name beside its final place and renamed, so that no reader ever sees half
     of it and an interrupted build leaves nothing behind that looks finished. Two builders at once: the first to
@@ -61,7 +64,7 @@ def make_once(
     """
     folder = folder.expanduser().absolute()
     key = content_key(spec)
-    if folder.exists() and _is_reusable(folder, card_name, key, overwrite=overwrite):
+    if folder.exists() and _is_reusable(folder, card_name, key, overwrite=overwrite, anew=anew):
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
@@ -73,12 +76,12 @@ def make_once(
         card = {"key": key, "spec": dict(spec), **extra, "files": files}
         (work / card_name).write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
         work.chmod(0o755)  # mkdtemp makes it private; other users of a shared cache may read
-        if folder.exists() and not _is_reusable(folder, card_name, key, overwrite=overwrite):
+        if folder.exists() and not _is_reusable(folder, card_name, key, overwrite=overwrite, anew=anew):
             shutil.rmtree(folder)  # only now: a failed build leaves the old one
         try:
             work.rename(folder)
         except OSError:
-            if not (folder.exists() and _is_reusable(folder, card_name, key, overwrite=False)):
+            if not (folder.exists() and _is_reusable(folder, card_name, key)):
                 raise
     finally:
         shutil.rmtree(work, ignore_errors=True)
@@ -89,13 +92,15 @@ def read_card(folder: Path, card_name: str) -> dict[str, Any]:
     return json.loads((folder / card_name).read_text(encoding="utf-8"))
 
 
-def _is_reusable(folder: Path, card_name: str, key: str, *, overwrite: bool) -> bool:
+def _is_reusable(folder: Path, card_name: str, key: str, *, overwrite: bool = False, anew: bool = False) -> bool:
     if not (folder / card_name).is_file():
         if folder.is_dir() and not any(folder.iterdir()):
             return False
         raise InputError(
             f"{folder}: exists, and is not an artifact of verl-tim (no {card_name}); name another folder or remove it"
         )
+    if anew:
+        return False
     card = read_card(folder, card_name)
     if card["key"] != key:
         if overwrite:

@@ -20,6 +20,7 @@ from verl_tim.tasks.catalog import Task, get_task, resolve_difficulty
 from verl_tim.tasks.errors import InputError
 from verl_tim.tasks.measure import logit_statistics, router_statistics
 from verl_tim.tasks.problems import stream_pool
+from verl_tim.tasks.published.sources import PUBLISHED
 from verl_tim.tasks.sampling import mean_score
 from verl_tim.tasks.tokenizer import build_tokenizer, tokenizer_spec
 from verl_tim.tasks.warmup import WarmupConfig, warm_up
@@ -90,6 +91,11 @@ def base_model_spec(
     warmup: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """What a model is a function of, checked; makes nothing. Arguments and errors as of `build_base_model`."""
+    if task in PUBLISHED:
+        raise InputError(
+            f"task: small models are warmed up on tasks made here, not on {task}; give a model that can do it: "
+            "model=hf actor_rollout_ref.model.path=FOLDER"
+        )
     row = get_task(task)
     check_has_worked_solutions(row)
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from verl_tim.tasks.errors import InputError
+from verl_tim.tasks.published.sources import PUBLISHED
 
 DATA_SOURCE_PREFIX = "reasoning_gym/"
 
@@ -72,7 +73,10 @@ def get_task(name: str) -> Task:
     try:
         return TASKS[name]
     except KeyError:
-        raise InputError(f"task: unknown task {name!r}; known tasks: {', '.join(sorted(TASKS))}") from None
+        raise InputError(
+            f"task: unknown task {name!r}; known tasks: {', '.join(sorted(TASKS))}; published data sets: "
+            f"{', '.join(sorted(PUBLISHED))}"
+        ) from None
 
 
 def task_of_data_source(data_source: str) -> Task:
@@ -82,7 +86,8 @@ def task_of_data_source(data_source: str) -> Task:
         known = ", ".join(task.data_source for task in TASKS.values())
         raise InputError(
             f"data_source: {data_source!r} has no verifier here (known: {known}); rows of other data sets need their "
-            "own reward function: set reward.custom_reward_function.path and .name"
+            "own reward function: set reward.custom_reward_function.path and .name (for mathematics "
+            "pkg://verl_tim.tasks.math.reward)"
         )
     return TASKS[name]
 

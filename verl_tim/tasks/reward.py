@@ -3,6 +3,8 @@
     reward:
       custom_reward_function: {path: pkg://verl_tim.tasks.reward, name: compute_score}
 
+`compute_conversation_score` does the same for conversations with a tool.
+
 Where the answer is looked for in a response: `verl_tim.tasks.verifier.extract_answer` (a bare answer, or the last
 `<answer>` tag; text up to the end of the turn).
 
@@ -53,3 +55,25 @@ def compute_score(
     except Exception:
         logger.exception("verifier of %s failed on answer %r; scored 0", task.name, answer)
         return 0.0
+
+
+# What the chat template leaves between two replies once verl has taken the special tokens out (naive.py:55).
+_NEXT_REPLY, _TOOL_SAYS = "\nassistant\n", "\ntool\n"
+
+
+def compute_conversation_score(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: Mapping[str, Any] | None = None, **kwargs: Any
+) -> float:
+    """Score of a conversation with a tool: `compute_score` of its last reply that says something.
+
+    Arguments, value and errors as of `compute_score`; `solution_str` holds all replies and what the tool said between
+    them, as the ChatML template renders them, without special tokens.
+    """
+    reply = last_reply(solution_str) if isinstance(solution_str, str) else solution_str
+    return compute_score(data_source, reply, ground_truth, extra_info, **kwargs)
+
+
+def last_reply(conversation: str) -> str:
+    """The last reply that says something, without what the tool answered; empty if none does."""
+    replies = [part.partition(_TOOL_SAYS)[0].strip() for part in conversation.split(_NEXT_REPLY)]
+    return next((reply for reply in reversed(replies) if reply), "")
