@@ -12,6 +12,7 @@ from verl_tim.launch.checks import correction as check
 from verl_tim.launch.checks.verl_config import check_verl_tim
 from verl_tim.launch.compose import compose_config, hydra_for
 from verl_tim.launch.recipes import CONFIGS_PACKAGE, find_recipe, group_options
+from verl_tim.training.correction_config import of_run
 
 NODE = "algorithm.rollout_correction"
 THRESHOLD = f"{NODE}.rollout_rs_threshold"
@@ -105,7 +106,7 @@ def test_without_its_threshold_it_is_refused_with_key_and_remedy(composed, name)
     ],
 )
 def test_a_key_on_top_wins_and_is_the_only_one_called_given(composed, name, key, written, value):
-    correction = check.resolved(composed(f"correction={name}", f"{NODE}.{key}={written}"))
+    correction = of_run(composed(f"correction={name}", f"{NODE}.{key}={written}"))
     assert getattr(correction, key) == value
     assert correction.group == name
     assert f"(preset {name})" in correction.describe()
@@ -114,7 +115,7 @@ def test_a_key_on_top_wins_and_is_the_only_one_called_given(composed, name, key,
 
 
 def test_two_rules_with_nested_bounds(composed):
-    correction = check.resolved(
+    correction = of_run(
         composed(
             "correction=token_tis",
             f"{NODE}.rollout_rs=[token_k1,seq_mean_k3]",
@@ -126,33 +127,12 @@ def test_two_rules_with_nested_bounds(composed):
 
 def test_what_is_shown_is_what_verls_loss_mode_makes_of_it(composed):
     gpg = "actor_rollout_ref.actor.policy_loss.loss_mode=gpg"
-    shown = check.resolved(composed("correction=token_tis", gpg))
+    shown = of_run(composed("correction=token_tis", gpg))
     assert shown.loss_type == "reinforce"
     assert shown.origins["loss_type"] == "loss_mode=gpg"
     (finding,) = check.check(composed("correction=token_tis_ratio", gpg))
     assert finding.key == f"{NODE}.rollout_is_in"
     assert "loss_type=reinforce" in finding.problem
-
-
-@pytest.mark.parametrize(
-    ("words", "key"),
-    [
-        (("correction=seq_reject_corr_k1", f"{NODE}.rollout_rs=null"), "rollout_rs_threshold"),
-        (("correction=icepop", f"{NODE}.rollout_is=null"), "rollout_is_threshold"),
-        (("correction=token_tis", f"{NODE}.denominator=all"), "denominator"),
-    ],
-)
-def test_settings_without_effect_are_named(composed, words, key):
-    (note,) = check.notes(composed(*words))
-    assert note.key == f"{NODE}.{key}"
-
-
-def test_weights_of_later_optimiser_steps_under_bypass_are_pointed_out(composed):
-    (note,) = check.notes(composed("correction=bypass_reinforce"))
-    assert note.key == f"{NODE}.rollout_is"
-    assert "2 optimiser steps" in note.problem
-    for fine in (f"{NODE}.old_forward=true", "actor_rollout_ref.actor.ppo_mini_batch_size=16"):
-        assert list(check.notes(composed("correction=bypass_reinforce", fine))) == []
 
 
 def test_a_preset_key_beside_the_group_is_refused(composed):

@@ -99,7 +99,7 @@ def test_the_folder_of_a_run_may_hold_the_run(configs, tmp_path):
 
 
 @pytest.mark.parametrize("rollout", ["vexact", "stock"])
-@pytest.mark.parametrize("recipe", ["cpu_grpo", "cpu_reinforce", "cpu_moe_grpo"])
+@pytest.mark.parametrize("recipe", ["cpu_grpo", "cpu_reinforce", "cpu_moe_grpo", "cpu_tool_grpo"])
 def test_our_recipes_have_no_error(recipe, rollout, tmp_path):
     words = [f"recipe={recipe}", f"rollout={rollout}", f"tim.run_dir={tmp_path}/r", f"tim.cache_dir={tmp_path}/c"]
     source = read(words)

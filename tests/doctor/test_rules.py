@@ -56,6 +56,9 @@ def rejecting(**more):
 
 TOKEN_TIS = {f"{CORRECTION_KEY}.rollout_is": "token"}
 BYPASS = {f"{CORRECTION_KEY}.bypass_mode": True}
+REINFORCE = {**BYPASS, f"{CORRECTION_KEY}.loss_type": "reinforce"}
+REUSE = {"tim.reuse_rollout_log_probs.enabled": True}
+ON_POLICY = {"tim.on_policy": True, f"{ACTOR}.ppo_mini_batch_size": 16, LOSS_MODE_KEY: "gpg"}
 
 CASES = [
     # the trainer's forward
@@ -224,6 +227,13 @@ CASES = [
         {"trainer.v1.trainer_mode": "separate_async"},
         {"trainer.v1.trainer_mode": "sync"},
     ),
+    Case(
+        "note.stale-tokens",
+        "trainer.v1.trainer_mode",
+        {"trainer.v1.trainer_mode": "colocate_async"},
+        {"trainer.v1.trainer_mode": "colocate_async", "tim.partial_rollout.max_version_lag": 0},
+        base="vexact",
+    ),
     Case("exact.weight-conversion", f"{ACTOR}.strategy", {f"{ACTOR}.strategy": "megatron"}),
     # sampling
     Case(
@@ -336,10 +346,37 @@ CASES = [
         {LOSS_MODE_KEY: "gspo", **TOKEN_TIS},
     ),
     Case(
+        "correction.sequence-ratio-twice",
+        LOSS_MODE_KEY,
+        {LOSS_MODE_KEY: "gspo", f"{CORRECTION_KEY}.rollout_is": "sequence_mean"},
+        {LOSS_MODE_KEY: "vanilla", f"{CORRECTION_KEY}.rollout_is": "sequence_mean"},
+        base="vexact",
+    ),
+    Case(
         "note.unused-setting",
         f"{CORRECTION_KEY}.rollout_is_threshold",
         {f"{CORRECTION_KEY}.rollout_is_threshold": 3},
         {**TOKEN_TIS, f"{CORRECTION_KEY}.rollout_is_threshold": 3},
+    ),
+    Case(
+        "note.unused-setting",
+        f"{CORRECTION_KEY}.rollout_rs_threshold",
+        {f"{CORRECTION_KEY}.rollout_rs_threshold": 0.01},
+        rejecting(),
+    ),
+    Case("note.unused-setting", f"{CORRECTION_KEY}.denominator", {**TOKEN_TIS, f"{CORRECTION_KEY}.denominator": "all"}),
+    Case(
+        "note.weights-hold-drift",
+        f"{CORRECTION_KEY}.rollout_is",
+        {**TOKEN_TIS, **REINFORCE, f"{ACTOR}.ppo_mini_batch_size": 8},
+        {**TOKEN_TIS, **REINFORCE, f"{ACTOR}.ppo_mini_batch_size": 16},
+    ),
+    Case(
+        "note.weights-hold-drift",
+        f"{CORRECTION_KEY}.rollout_is",
+        {**TOKEN_TIS, **REINFORCE, f"{ACTOR}.ppo_epochs": 2},
+        {**TOKEN_TIS, **REINFORCE, f"{ACTOR}.ppo_epochs": 2, f"{CORRECTION_KEY}.old_forward": True},
+        base="vexact",
     ),
     Case(
         "correction.padding-rejects-all",
@@ -443,7 +480,7 @@ CASES = [
     Case("note.mismatch-metric", "trainer", {}, {f"{MODEL}.external_lib": EXTERNAL_LIB}),
     # counts, lengths, versions
     Case(
-        "stops.rollout-ranks",
+        "start.replicas",
         f"{ROLLOUT}.tensor_model_parallel_size",
         {f"{ROLLOUT}.tensor_model_parallel_size": 2},
         {f"{ROLLOUT}.tensor_model_parallel_size": 2, "trainer.n_gpus_per_node": 8},
@@ -455,7 +492,7 @@ CASES = [
         {f"{ACTOR}.use_dynamic_bsz": True, f"{ACTOR}.ppo_max_token_len_per_gpu": 512},
     ),
     Case(
-        "stops.agent-workers",
+        "start.batches",
         f"{ROLLOUT}.agent.num_workers",
         {"trainer.use_v1": False, f"{ROLLOUT}.agent.num_workers": 3},
         {f"{ROLLOUT}.agent.num_workers": 3},
@@ -529,6 +566,13 @@ CASES = [
         BYPASS,
         base="vexact",
     ),
+    Case(
+        "note.audited-once",
+        "tim.reuse_rollout_log_probs.audit_every",
+        {**REUSE, "tim.reuse_rollout_log_probs.audit_every": 50, "trainer.total_training_steps": 20},
+        {**REUSE, "tim.reuse_rollout_log_probs.audit_every": 5, "trainer.total_training_steps": 20},
+        base="vexact",
+    ),
     Case("note.gate-off", "tim.gate.exact", {"tim.gate.exact": False}, base="vexact"),
     Case("note.gate-off", "tim.gate.on_mismatch", {"tim.gate.on_mismatch": "warn"}, base="vexact"),
     # start-up checks
@@ -556,7 +600,16 @@ CASES = [
     Case("start.data", "data.train_files", {"data.train_files": "/nowhere.parquet"}),
     Case("start.reward", "reward.custom_reward_function.path", {"reward.custom_reward_function.path": "/no.py"}),
     Case("start.lengths", "data.max_response_length", {f"{ROLLOUT}.response_length": 100000}),
-    Case("start.verl", f"{ACTOR}.ppo_mini_batch_size", {f"{ACTOR}.ppo_mini_batch_size": 5}),
+    Case("start.verl", ACTOR, {f"{ACTOR}.loss_agg_mode": "token-median"}),
+    Case("start.spelling", "trainer.total_training_step", {"trainer.total_training_step": 5}),
+    Case("start.batches", f"{ACTOR}.ppo_mini_batch_size", {f"{ACTOR}.ppo_mini_batch_size": 5}),
+    Case(
+        "start.on-policy",
+        f"{ACTOR}.ppo_epochs",
+        {**ON_POLICY, f"{ACTOR}.ppo_epochs": 2},
+        ON_POLICY,
+        base="vexact",
+    ),
     Case("start.tim", "tim.trainer_numerics", {"tim.trainer_numerics": "stock"}, base="vexact"),
     Case("start.ray", "ray_kwargs.ray_init.num_cpus", {"ray_kwargs.ray_init.num_cpus": 2}, base="vexact"),
     Case(
@@ -567,8 +620,8 @@ CASES = [
     Case("start.dtypes", f"{ROLLOUT}.dtype", {f"{ROLLOUT}.dtype": "float32"}, base="vexact"),
     Case(
         "start.rollout",
-        f"{ROLLOUT}.tensor_model_parallel_size=2",
-        {f"{ROLLOUT}.tensor_model_parallel_size": 2},
+        f"{ROLLOUT}.data_parallel_size=2",
+        {f"{ROLLOUT}.data_parallel_size": 2},
         base="vexact",
     ),
     Case("start.architecture", f"{MODEL}.path", {f"{MODEL}.path": "./nowhere"}, base="vexact"),
@@ -580,6 +633,14 @@ CASES = [
         {**TOKEN_TIS, WORKER_KEY: None},
         base="vexact",
     ),
+    Case(
+        "start.asynchronous",
+        "trainer.v1.trainer_mode",
+        {"trainer.v1.trainer_mode": "async"},
+        {"trainer.v1.trainer_mode": "colocate_async"},
+        base="vexact",
+    ),
+    Case("start.reused-log-probs", "tim.gate.exact", {**REUSE, "tim.gate.exact": False}, REUSE, base="vexact"),
 ]
 BY_ID = {rule.id: rule for rule in ALL}
 

@@ -65,9 +65,11 @@ def test_a_defect_of_ours_ends_the_process_too(config_of, monkeypatch, capsys):
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_multirun_is_refused(config_of):
-    with pytest.raises(SystemExit, match="--multirun"):
-        Launch().on_multirun_start(config_of())
+def test_a_defect_of_ours_ends_a_multirun_too(capsys):
+    """Anything else would let Hydra's sweeper go on, with all runs in one process."""
+    with pytest.raises(SystemExit, match="preparing the runs failed"):
+        Launch().on_multirun_start(OmegaConf.create({}))  # without Hydra's node, which says what is swept
+    assert "Traceback" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 from verl_tim.cli import app
 from verl_tim.launch.checks import correction, run_checks
 from verl_tim.launch.start import composed
+from verl_tim.training.correction_config import of_run
 
 NODE = "algorithm.rollout_correction"
 
@@ -65,18 +66,8 @@ def test_a_plain_verl_group_is_fine():
     config = OmegaConf.create({"algorithm": {"rollout_correction": {"rollout_is": "token", "rollout_is_threshold": 2}}})
     assert list(correction.check(config)) == []
     config.algorithm.rollout_correction.preset = "icepop"
-    assert correction.resolved(config).band == (0.5, 5.0)
+    assert of_run(config).band == (0.5, 5.0)
     assert list(correction.check(OmegaConf.create({"algorithm": {"rollout_correction": None}}))) == []
-
-
-def test_notes_on_what_is_hardly_meant(resolved):
-    keys = [note.key for note in correction.notes(resolved(f"{NODE}.rollout_is_threshold=3"))]
-    assert keys == [f"{NODE}.rollout_is_threshold"]
-    loss_mode = "actor_rollout_ref.actor.policy_loss.loss_mode"
-    (note,) = correction.notes(resolved("correction=sequence_tis", f"{loss_mode}=gspo"))
-    assert (note.key, "weighs each sequence again" in note.problem) == (loss_mode, True)
-    assert list(correction.notes(resolved("correction=token_tis", f"{loss_mode}=gspo"))) == []
-    assert list(correction.notes(resolved("correction=sequence_tis"))) == []
 
 
 def test_the_resolved_correction_is_shown(model_folder, tmp_path):

@@ -84,11 +84,11 @@ def test_in_a_correction_file(write, tmp_path):
 
 @pytest.mark.parametrize("threshold", ["[0.5, 5]", '"0.5_5"'])
 def test_a_list_or_quotes_are_a_band(write, threshold):
-    from verl_tim.launch.checks.correction import resolved
+    from verl_tim.training.correction_config import of_run
 
     path = write(recipe=threshold, correction=threshold)
-    assert resolved(composed([f"recipe={path}"])).band == (0.5, 5.0)
-    assert resolved(composed(["correction=token_tis", f"{KEY}={threshold.replace(' ', '')}"])).band == (0.5, 5.0)
+    assert of_run(composed([f"recipe={path}"])).band == (0.5, 5.0)
+    assert of_run(composed(["correction=token_tis", f"{KEY}={threshold.replace(' ', '')}"])).band == (0.5, 5.0)
 
 
 def test_a_file_that_is_not_chosen_is_not_read(write):

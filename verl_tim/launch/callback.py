@@ -48,4 +48,42 @@ class Launch(Callback):
             sys.exit(f"verl_tim: preparing the run failed: {error}")
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
-        sys.exit("verl_tim: --multirun is not supported: start one process per run, each with its own tim.run_dir")
+        """`-m`: the runs one after another, each a process of its own; then this one ends (see `matrix`)."""
+        from verl_tim.launch.matrix import matrix_of, prepared, run_all
+        from verl_tim.launch.recipes import Recipe
+        from verl_tim.launch.start import ready_of
+
+        try:
+            name, path = str(config.hydra.job.config_name), _primary_path(config)
+            matrix = matrix_of(Recipe(name, path, name), list(config.hydra.overrides.task))
+            configs = prepared(matrix, ready_of)
+            code = run_all(matrix, configs, _run, lambda line: print(f"verl_tim: {line}", file=sys.stderr, flush=True))
+        except LaunchError as error:
+            print(f"verl_tim: these runs cannot start\n{error}", file=sys.stderr)
+            sys.exit(2)
+        except Exception as error:
+            import traceback
+
+            traceback.print_exc()
+            sys.exit(f"verl_tim: preparing the runs failed: {error}")
+        sys.exit(code)
+
+
+def _primary_path(config: DictConfig) -> str:
+    """Where the primary config is, as `--config-path` would take it."""
+    (source,) = (one for one in config.hydra.runtime.config_sources if one.provider == "main")
+    return f"pkg://{source.path}" if source.schema == "pkg" else str(source.path)
+
+
+def _run(config: DictConfig, name: str) -> int:
+    """One run in a child process, its steps on stderr."""
+    from verl_tim.launch.process import run_verl
+    from verl_tim.launch.run_folder import claim
+
+    def on_step(step: Any) -> None:
+        print(f"verl_tim: {name}: step {step.number}", file=sys.stderr, flush=True)
+
+    outcome = run_verl(claim(config).path, on_step=on_step)
+    for line in outcome.cause:
+        print(f"  {line}", file=sys.stderr)
+    return outcome.exit_code

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import resources
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
@@ -11,15 +12,38 @@ from verl_tim.launch.errors import LaunchError
 
 
 def absolute_paths(config: DictConfig) -> None:
-    """Fix `tim.run_dir`, `tim.cache_dir` and `tim.gate.baseline` (relative or with ~) to absolute paths, in place."""
+    """Fix `tim.run_dir`, `tim.cache_dir` and `tim.gate.baseline` (relative or with ~) and the tools' files
+    (`pkg://PACKAGE/FILE`) to absolute paths, in place."""
     for name in ("run_dir", "cache_dir"):
         value = config.tim[name]
         if not value or not isinstance(value, str):
             raise LaunchError.of(f"tim.{name}", f"is {value!r}", f"give a folder: tim.{name}=FOLDER")
         config.tim[name] = str(Path(value).expanduser().absolute())
+    for key in _PACKAGE_FILES:
+        value = OmegaConf.select(config, key)
+        if isinstance(value, str) and value.startswith(_PACKAGE_FILE):
+            OmegaConf.update(config, key, _file_of_package(key, value))
     baseline = OmegaConf.select(config, "tim.gate.baseline")
     if isinstance(baseline, str):  # what else it may be, the start-up checks say
         config.tim.gate.baseline = str(Path(baseline).expanduser().absolute())
+
+
+# Files that verl opens by their path, and that may stand in a package: pkg://PACKAGE/FILE.
+_PACKAGE_FILES = tuple(
+    f"actor_rollout_ref.rollout.multi_turn.{name}" for name in ("tool_config_path", "function_tool_path")
+)
+_PACKAGE_FILE = "pkg://"
+
+
+def _file_of_package(key: str, value: str) -> str:
+    package, _, name = value.removeprefix(_PACKAGE_FILE).partition("/")
+    try:
+        file = resources.files(package).joinpath(name)
+    except ModuleNotFoundError as error:
+        raise LaunchError.of(key, f"{value}: {error}", "write pkg://PACKAGE/FILE, or the path of a file") from error
+    if not name or not file.is_file():
+        raise LaunchError.of(key, f"{value}: there is no such file", "write pkg://PACKAGE/FILE, or the path of a file")
+    return str(file)
 
 
 def make_missing(config: DictConfig, *, progress: bool = True) -> None:
@@ -37,20 +61,21 @@ def make_missing(config: DictConfig, *, progress: bool = True) -> None:
 def make_data(config: DictConfig, *, progress: bool = True) -> None:
     """The null ones of `data.train_files` and `data.val_files`, from `tim.task`, which names a task (checks.keys)."""
     task = _group(config, "tim.task")
-    from verl_tim.tasks.dataset import build_dataset
     from verl_tim.tasks.errors import InputError
+    from verl_tim.tasks.task_data import task_files
 
     name = task.pop("name")
     try:
-        paths = build_dataset(name, **task, cache_dir=config.tim.cache_dir, progress=progress)
+        files = task_files(name, **task, cache_dir=config.tim.cache_dir, progress=progress)
     except (InputError, TypeError) as error:
         raise LaunchError.of("tim.task", str(error), "see configs/task/ for the settings of each task") from error
     except OSError as error:
         raise _not_written(error) from error
     if config.data.train_files is None:
-        config.data.train_files = str(paths.train)
+        config.data.train_files = str(files.train)
     if config.data.val_files is None:
-        config.data.val_files = str(paths.validation)
+        validation = [str(path) for path in files.validation]
+        config.data.val_files = validation[0] if len(validation) == 1 else validation
 
 
 def make_model(config: DictConfig, *, progress: bool = True) -> None:

@@ -11,6 +11,7 @@ from verl_tim.launch import prepare, underscores
 from verl_tim.launch.checks import all_findings, keys, values
 from verl_tim.launch.compose import compose_config, hydra_for, split_recipe
 from verl_tim.launch.errors import Finding, LaunchError
+from verl_tim.launch.recipes import Recipe
 from verl_tim.launch.run_folder import KEY as FOLDER_KEY
 
 
@@ -19,9 +20,13 @@ def composed(overrides: Sequence[str]) -> DictConfig:
 
     Raises LaunchError for words, keys and options that do not exist, and for a band that YAML took for a number.
     """
-    recipe, rest = split_recipe(overrides)
+    return composed_of(*split_recipe(overrides))
+
+
+def composed_of(recipe: Recipe, overrides: Sequence[str]) -> DictConfig:
+    """`composed`, of a recipe that is known already."""
     with hydra_for(recipe):
-        config = compose_config(recipe, rest, with_hydra=True)
+        config = compose_config(recipe, overrides, with_hydra=True)
         _refuse(underscores.find(config.hydra))
     with open_dict(config):
         del config["hydra"]
@@ -55,6 +60,13 @@ def ready(overrides: Sequence[str], *, progress: bool = True) -> DictConfig:
     """`composed`, then `make_ready`."""
     config = composed(overrides)
     make_ready(config, progress=progress)
+    return config
+
+
+def ready_of(recipe: Recipe, overrides: Sequence[str]) -> DictConfig:
+    """`ready`, of a recipe that is known already."""
+    config = composed_of(recipe, overrides)
+    make_ready(config)
     return config
 
 

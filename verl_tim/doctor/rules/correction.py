@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from verl_tim.correction.thresholds import Band
 from verl_tim.doctor.rule import ACTOR, MODEL, ROLLOUT, Rules, Severity, found
 from verl_tim.doctor.view import View
-from verl_tim.training.correction_config import CORRECTION_KEY, LOSS_MODE_KEY
+from verl_tim.training.correction_config import CORRECTION_KEY, LOSS_MODE_KEY, optimizer_steps
 from verl_tim.training.finding import Finding
 
 RULES = Rules()
@@ -57,10 +57,11 @@ def threshold_below_one(view: View) -> Iterator[Finding]:
 )
 def sequence_ratio_twice(view: View) -> Iterator[Finding]:
     """GSPO's own ratio is one per sequence; a sequence weight beside it corrects the same gap a second time."""
-    from verl_tim.launch.checks.correction import sequence_ratio_twice
-
-    if view.correction is not None:
-        yield from sequence_ratio_twice(view.config, view.correction)
+    correction = view.correction
+    if correction is None or not correction.weights_multiply_loss or view.get(LOSS_MODE_KEY) != "gspo":
+        return
+    if correction.rollout_is in ("sequence", "sequence_mean"):
+        yield found(LOSS_MODE_KEY, f"gspo beside {CORRECTION_KEY}.rollout_is={correction.rollout_is}")
 
 
 @rule(
@@ -71,10 +72,37 @@ def sequence_ratio_twice(view: View) -> Iterator[Finding]:
 )
 def unused_setting(view: View) -> Iterator[Finding]:
     """A setting that another setting keeps from acting; the reason is in the finding."""
-    from verl_tim.launch.checks.correction import unused
+    correction = view.correction
+    if correction is None:
+        return
+    for key, reason in correction.unused_keys().items():
+        yield found(f"{CORRECTION_KEY}.{key}", f"has no effect: {reason}")
+    # A resolved correction holds one bound per rule, so a threshold without a rule is seen only as it was written.
+    threshold = f"{CORRECTION_KEY}.rollout_rs_threshold"
+    if not correction.rules and view.get(threshold) is not None:
+        yield found(threshold, "has no effect: rollout_rs is null")
 
-    if view.correction is not None:
-        yield from unused(view.correction)
+
+@rule(
+    "note.weights-hold-drift",
+    Severity.NOTE,
+    f"{CORRECTION_KEY}.rollout_is",
+    remedy=f"set {CORRECTION_KEY}.old_forward=true, take one optimiser step per batch, or keep it if drift is to be "
+    "weighed, too",
+)
+def weights_hold_drift(view: View) -> Iterator[Finding]:
+    """Under bypass the weights are the current policy over the rollout: of a batch's optimiser steps only the first
+    sees the mismatch alone, and the later ones weigh how far the policy has moved, too.
+    """
+    correction = view.correction
+    if correction is None or not (correction.mismatch_needs_forward and correction.weights_multiply_loss):
+        return
+    sizes = ("data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size", f"{ROLLOUT}.n")
+    if any(view.whole(key, 0) < 1 for key in sizes):
+        return  # start.correction speaks of these
+    steps = optimizer_steps(view.config)
+    if steps > 1:
+        yield found(f"{CORRECTION_KEY}.rollout_is", f"it is {correction.rollout_is} with {steps} optimiser steps")
 
 
 @rule(

@@ -35,15 +35,16 @@ def engine(view: View) -> Iterator[Finding]:
     f"{ROLLOUT}.data_parallel_size",
     f"{ROLLOUT}.expert_parallel_size",
     f"{ROLLOUT}.pipeline_model_parallel_size",
-    remedy="set it to 1: each rank gets a replica",
+    remedy="set it to 1: each rank gets a replica; or rollout=vexact",
     reports=("vllm#51290", "vllm#45683"),
 )
 def parallel(view: View) -> Iterator[Finding]:
     """A product that is split over ranks is summed in another order than the trainer's, and an all-reduce or expert
-    exchange adds one more. verl's default for tensor parallelism is 2.
+    exchange adds one more. verl's default for tensor parallelism is 2. (vexact splits outputs only, and sums nothing
+    across ranks: any degree has the bits of one.)
     """
     if view.rollout_is_ours:
-        return  # refused by start.rollout
+        return  # what it has not is refused by start.rollout
     for name in ("tensor_model_parallel_size", "data_parallel_size", "expert_parallel_size"):
         if view.whole(f"{ROLLOUT}.{name}", 1) > 1:
             yield found(f"{ROLLOUT}.{name}", f"it is {view.whole(f'{ROLLOUT}.{name}', 1)}")
@@ -236,14 +237,34 @@ def routes(view: View) -> Iterator[Finding]:
     "exact.staleness",
     Severity.EXACTNESS,
     "trainer.v1.trainer_mode",
-    remedy="set trainer.v1.trainer_mode=sync",
+    remedy="set trainer.v1.trainer_mode=sync; or rollout=vexact trainer=contract, whose tokens are compared by version",
 )
 def staleness(view: View) -> Iterator[Finding]:
     """Outside the synchronous trainer tokens are drawn under older weights, so d is staleness plus mismatch; and the
     asynchronous client drops what the engine reports beside the tokens (top-1 ids, routes).
     """
-    if not view.synchronous and not view.rollout_is_ours:  # start.rollout refuses it for ours
+    if not view.synchronous and not view.zero_mismatch:
         yield found("trainer.v1.trainer_mode", f"it is {view.get('trainer.v1.trainer_mode')}")
+
+
+@rule(
+    "note.stale-tokens",
+    Severity.NOTE,
+    "trainer.v1.trainer_mode",
+    "tim.partial_rollout.max_version_lag",
+    remedy="tim.partial_rollout.max_version_lag=0 trains on the trainer's own version only; or "
+    "trainer.v1.trainer_mode=sync",
+)
+def stale_tokens(view: View) -> Iterator[Finding]:
+    """Each token's log-prob is exact at the version that drew it, and the gate compares those of the trainer's own
+    version (`tim/compared_tokens`, `tim/uncompared_tokens`). The PPO ratio of older ones starts from the trainer's old
+    log-prob, not from the policy that drew them.
+    """
+    if view.synchronous or not view.zero_mismatch or view.get("tim.partial_rollout.max_version_lag") is not None:
+        return
+    corrects = view.correction is not None and view.correction.enabled
+    if not corrects:
+        yield found("trainer.v1.trainer_mode", f"it is {view.get('trainer.v1.trainer_mode')}, and nothing is corrected")
 
 
 @rule(

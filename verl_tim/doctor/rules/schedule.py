@@ -17,29 +17,6 @@ rule = RULES.rule
 
 
 @rule(
-    "stops.rollout-ranks",
-    Severity.STOPS,
-    f"{ROLLOUT}.tensor_model_parallel_size",
-    f"{ROLLOUT}.data_parallel_size",
-    f"{ROLLOUT}.pipeline_model_parallel_size",
-    "trainer.n_gpus_per_node",
-    remedy="let one divide the other",
-)
-def rollout_ranks(view: View) -> Iterator[Finding]:
-    """A rollout replica takes tensor x data x pipeline parallel GPUs out of the trainer's; where they do not come out
-    even, verl starts no replica, or leaves ranks waiting for one.
-    """
-    names = ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size")
-    size = 1
-    for name in names:
-        size *= max(1, view.whole(f"{ROLLOUT}.{name}", 1))
-    if not view.rollout_is_ours and view.ranks % size:
-        yield found(
-            f"{ROLLOUT}.tensor_model_parallel_size", f"a replica takes {size} GPUs, and there are {view.ranks} ranks"
-        )
-
-
-@rule(
     "stops.token-budget",
     Severity.STOPS,
     f"{ACTOR}.ppo_max_token_len_per_gpu",
@@ -61,23 +38,6 @@ def token_budget(view: View) -> Iterator[Finding]:
         budget = view.whole(key, 16384) * split
         if view.get(switch, False) and budget < longest:
             yield found(key, f"a rank may take {budget} tokens, and prompt plus answer may have {longest}")
-
-
-@rule(
-    "stops.agent-workers",
-    Severity.STOPS,
-    f"{ROLLOUT}.agent.num_workers",
-    "trainer.use_v1",
-    remedy="let agent.num_workers divide data.train_batch_size * rollout.n",
-)
-def agent_workers(view: View) -> Iterator[Finding]:
-    """The legacy trainer deals the sequences of a step to its agent workers in equal parts, and asserts that they come
-    out even; the V1 trainer does not need it.
-    """
-    workers = view.whole(f"{ROLLOUT}.agent.num_workers", 8)
-    sequences = view.whole("data.train_batch_size", 1024) * view.whole(f"{ROLLOUT}.n", 1)
-    if not view.get("trainer.use_v1", True) and workers > 0 and sequences % workers:
-        yield found(f"{ROLLOUT}.agent.num_workers", f"it is {workers}, and a step has {sequences} sequences")
 
 
 @rule(

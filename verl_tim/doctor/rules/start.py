@@ -15,6 +15,7 @@ from verl_tim.training.finding import Finding
 # What a check of the launcher looks at, by its name.
 _KEYS = {
     "keys": ("tim.*", "any key left `???`"),
+    "spelling": ("every key outside `tim:`",),
     "values": ("every key that verl has",),
     "correction": ("algorithm.rollout_correction",),
     "run folder": ("tim.run_dir",),
@@ -27,12 +28,7 @@ _KEYS = {
     "data": ("data.train_files", "data.val_files"),
     "reward": ("reward.custom_reward_function",),
     "lengths": ("data.max_prompt_length", "data.max_response_length", f"{ROLLOUT}.max_model_len"),
-    "verl": (
-        "data.train_batch_size",
-        f"{ACTOR}.ppo_mini_batch_size",
-        f"{ACTOR}.ppo_micro_batch_size_per_gpu",
-        f"{ROLLOUT}.n",
-    ),
+    "verl": (ACTOR, ROLLOUT, "algorithm.adv_estimator", "data.train_batch_size"),
 }
 # The rules of preflight: name, severity, keys; by function.
 _PREFLIGHT: dict[str, tuple[str, Severity, tuple[str, ...]]] = {
@@ -57,10 +53,53 @@ _PREFLIGHT: dict[str, tuple[str, Severity, tuple[str, ...]]] = {
     ),
     "_model": ("architecture", Severity.STOPS, (f"{MODEL}.path",)),
     "_data": ("data-schema", Severity.STOPS, ("data.train_files", "data.val_files")),
+    "batches": (
+        "batches",
+        Severity.STOPS,
+        (
+            "data.train_batch_size",
+            f"{ACTOR}.ppo_mini_batch_size",
+            f"{ACTOR}.ppo_micro_batch_size_per_gpu",
+            f"{ROLLOUT}.n",
+            f"{ROLLOUT}.agent.num_workers",
+        ),
+    ),
+    "replicas": (
+        "replicas",
+        Severity.STOPS,
+        (
+            f"{ROLLOUT}.tensor_model_parallel_size",
+            f"{ROLLOUT}.data_parallel_size",
+            f"{ROLLOUT}.pipeline_model_parallel_size",
+            f"{ACTOR}.fsdp_config.fsdp_size",
+            "trainer.n_gpus_per_node",
+        ),
+    ),
+    "on_policy": (
+        "on-policy",
+        Severity.CORRECTION,
+        (
+            "tim.on_policy",
+            f"{ACTOR}.ppo_mini_batch_size",
+            f"{ACTOR}.ppo_epochs",
+            f"{ACTOR}.use_kl_loss",
+            f"{ACTOR}.policy_loss.loss_mode",
+        ),
+    ),
     "_correction": (
         "correction-reaches-the-loss",
         Severity.CORRECTION,
         ("algorithm.rollout_correction", f"{MODEL}.external_lib", f"{ROLLOUT}.calculate_log_probs"),
+    ),
+    "_asynchronous": (
+        "asynchronous",
+        Severity.STOPS,
+        ("trainer.v1.trainer_mode", f"{ROLLOUT}.checkpoint_engine.backend", "tim.partial_rollout"),
+    ),
+    "_reuse": (
+        "reused-log-probs",
+        Severity.EXACTNESS,
+        ("tim.reuse_rollout_log_probs", f"{ROLLOUT}.name", BACKEND_KEY, "algorithm.rollout_correction", "tim.gate"),
     ),
 }
 # Preflight rules that look at this machine.

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 
 from verl_tim.doctor.rule import ACTOR, ROLLOUT, Rules, Severity, found
 from verl_tim.doctor.view import View
+from verl_tim.training.config import ReuseConfig
 from verl_tim.training.finding import Finding
+from verl_tim.training.reuse import ENABLED_KEY
 
 RULES = Rules()
 rule = RULES.rule
@@ -82,6 +84,22 @@ def log_probs_twice(view: View) -> Iterator[Finding]:
     """
     if view.zero_mismatch and view.correction is not None and view.correction.old_forward:
         yield found("algorithm.rollout_correction.old_forward", "it is true")
+
+
+@rule(
+    "note.audited-once",
+    Severity.NOTE,
+    "tim.reuse_rollout_log_probs.audit_every",
+    "trainer.total_training_steps",
+    remedy="lower it: each audit costs one forward pass over the batch",
+)
+def audited_once(view: View) -> Iterator[Finding]:
+    """With fewer steps than that only the first one compares a whole batch; the others compare what their first
+    mini-batch sees.
+    """
+    key, steps = "tim.reuse_rollout_log_probs.audit_every", view.whole("trainer.total_training_steps", 0)
+    if view.get(ENABLED_KEY, False) and 0 < steps < view.whole(key, ReuseConfig.audit_every):
+        yield found(key, f"it is {view.whole(key, ReuseConfig.audit_every)}, and the run has {steps} steps")
 
 
 @rule(

@@ -36,6 +36,7 @@ class Check:
 
 CHECKS: tuple[Check, ...] = (
     Check("keys", "every key of tim: is known, nothing is left unset", keys.check),
+    Check("spelling", "no key looks like one of verl's, misspelt", keys.check_spelling),
     Check("values", "types, ranges, choices", values.check),
     Check("correction", "algorithm.rollout_correction: keys, values, combinations", correction.check),
     Check("run folder", "tim.run_dir is free", check_free, of_tim=True),

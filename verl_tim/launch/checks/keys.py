@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import difflib
+from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -25,8 +26,8 @@ MADE_FROM = {
     "actor_rollout_ref.model.path": "tim.model.kind",
 }
 _HOW_TO_SET = {
-    "data.train_files": "set it to a parquet file (prompt, data_source, reward_model), or take task=chain_sum",
-    "data.val_files": "set it to a parquet file, or take task=chain_sum",
+    "data.train_files": "set it to a parquet file (prompt, data_source, reward_model), or take a task that has them",
+    "data.val_files": "set it to a parquet file, or take a task that has them",
     "actor_rollout_ref.model.path": "set it to a Hugging Face folder or a name on the hub, or take model=tiny_qwen3",
 }
 
@@ -46,6 +47,53 @@ def check(config: DictConfig) -> Iterator[Finding]:
     for key, made_from in MADE_FROM.items():
         if OmegaConf.select(config, key, throw_on_missing=False) is None and not OmegaConf.select(config, made_from):
             yield Finding(key, f"is not given, and {made_from} names nothing to make", _HOW_TO_SET[key])
+
+
+# Arguments of a library's function, which may have more than verl's YAML names, and what the correction checks itself.
+_NOT_VERLS = ("ray_kwargs", "algorithm.rollout_correction", "actor_rollout_ref.actor.policy_loss.rollout_correction")
+
+# How alike two names must be for one to be the other misspelt: 1 - 2 / (sum of lengths) is one letter left out.
+_MISSPELT = 0.85
+
+
+def check_spelling(config: DictConfig) -> Iterator[Finding]:
+    """Keys outside `tim:` that verl does not have and that look like one it has.
+
+    On a command line Hydra refuses them; in a YAML, or behind a +, verl passes most of them over in silence. Names that
+    look like nothing known are left alone: verl and its libraries read some that no default config declares.
+    """
+    from verl_tim.launch.checks.values import defaults_of
+
+    plain = OmegaConf.to_container(config, resolve=False)
+    assert isinstance(plain, dict)
+    yield from _misspelt({name: plain[name] for name in plain if name != "tim"}, defaults_of(plain), "")
+
+
+def _misspelt(given: Mapping[Any, Any], known: Mapping[Any, Any], prefix: str) -> Iterator[Finding]:
+    fields = _fields(known.get("_target_"))
+    for name, value in given.items():
+        key = f"{prefix}{name}"
+        default = known.get(name)
+        if key in _NOT_VERLS:
+            continue
+        if isinstance(value, dict) and isinstance(default, dict) and default:
+            yield from _misspelt(value, default, f"{key}.")
+        elif name not in known and name not in fields:
+            near = difflib.get_close_matches(str(name), sorted({*map(str, known), *fields}), n=1, cutoff=_MISSPELT)
+            if near:
+                yield Finding(key, "is not a key of verl", f"did you mean {prefix}{near[0]}?")
+
+
+def _fields(target: Any) -> frozenset[str]:
+    """Names that the config class behind a node has beside those of its YAML."""
+    import dataclasses
+
+    from hydra.utils import get_class
+
+    kind = get_class(target) if isinstance(target, str) else None
+    return (
+        frozenset(field.name for field in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else frozenset()
+    )
 
 
 @cache

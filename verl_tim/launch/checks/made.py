@@ -16,12 +16,12 @@ from verl_tim.launch.errors import Finding
 def check_settings(config: DictConfig) -> Iterator[Finding]:
     """Settings of `tim.task` and `tim.model` of which no data and no model can be made."""
     from verl_tim.tasks.base_model import base_model_spec
-    from verl_tim.tasks.dataset import dataset_spec
+    from verl_tim.tasks.task_data import task_spec
 
     null = {key for key in MADE_FROM if OmegaConf.select(config, key, throw_on_missing=False) is None}
     of_task = []
     if null & {"data.train_files", "data.val_files"}:
-        of_task = list(_of_group(config, "tim.task", "name", dataset_spec))
+        of_task = list(_of_group(config, "tim.task", "name", task_spec))
         yield from of_task
     if "actor_rollout_ref.model.path" in null:
         said = {finding.problem for finding in of_task}  # the model's task and difficulty are, by default, the data's
@@ -68,9 +68,7 @@ def _not_writable(folder: Path) -> str:
         return error.strerror or str(error)
 
 
-def _of_group(
-    config: DictConfig, group: str, named_by: str, specification: Callable[..., Any]
-) -> Iterator[Finding]:
+def _of_group(config: DictConfig, group: str, named_by: str, specification: Callable[..., Any]) -> Iterator[Finding]:
     from verl_tim.tasks.errors import InputError
 
     settings: Any = OmegaConf.to_container(OmegaConf.select(config, group), resolve=True)

@@ -18,9 +18,7 @@ from verl_tim.launch.recipes import closest
 
 # verl's default configs, composed and flat, as verl ships them: one per kind of training engine.
 _VERL_DEFAULTS = "_generated_ppo_trainer.yaml"
-_VERL_DEFAULTS_OF = {
-    engine: f"_generated_ppo_{engine}_trainer.yaml" for engine in ("megatron", "torchtitan", "veomni")
-}
+_VERL_DEFAULTS_OF = {engine: f"_generated_ppo_{engine}_trainer.yaml" for engine in ("megatron", "torchtitan", "veomni")}
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
@@ -58,22 +56,22 @@ def check_structure(config: DictConfig) -> Iterator[Finding]:
     assert isinstance(plain, dict)
     if not isinstance(plain.get("tim"), dict):
         yield Finding("tim", "is not a group of keys", "leave the group, and set its keys: tim.run_dir=runs/NAME")
-    yield from _check_groups(plain, _defaults_of(plain), "")
+    yield from _check_groups(plain, defaults_of(plain), "")
 
 
 def check(config: DictConfig) -> Iterator[Finding]:
     """Wrong types, numbers out of range, unknown choices. Needs a config without interpolations."""
     plain = OmegaConf.to_container(config, resolve=False)
     assert isinstance(plain, dict)
-    wrong = list(_check_types(plain, _defaults_of(plain), ""))
+    wrong = list(_check_types(plain, defaults_of(plain), ""))
     yield from wrong
     if not wrong:
-        yield from _check_counts(config, _defaults_of(plain))
+        yield from _check_counts(config, defaults_of(plain))
         yield from _check_sampling(config)
         yield from _check_choices(config)
 
 
-def _defaults_of(plain: Mapping[Any, Any]) -> dict[str, Any]:
+def defaults_of(plain: Mapping[Any, Any]) -> dict[str, Any]:
     """verl's own values for the training engine that a config chooses."""
     actor: Any = plain
     for name in _ACTOR.split("."):

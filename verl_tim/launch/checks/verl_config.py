@@ -57,47 +57,6 @@ def check_verl(config: DictConfig) -> Iterator[Finding]:
     except (AssertionError, ValueError) as error:
         yield Finding("verl", _reason(error), "change the keys that the message names")
         return
-    yield from _check_batches(config)
-
-
-def _check_batches(config: DictConfig) -> Iterator[Finding]:
-    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    batch, mini = config.data.train_batch_size, actor.ppo_mini_batch_size
-    if batch % mini:
-        # verl 0.9.1 repeats sequences to fill the last mini-batch (trainer_base.py:1586): not what was asked for
-        yield Finding(
-            "actor_rollout_ref.actor.ppo_mini_batch_size",
-            f"is {mini} and does not divide data.train_batch_size={batch}",
-            f"take a divisor of {batch}",
-        )
-        return
-    ranks = config.trainer.nnodes * config.trainer.n_gpus_per_node
-    sequences = {"prompts per step": batch * rollout.n, "prompts per optimiser step": mini * rollout.n}
-    for what, count in sequences.items():
-        if count % ranks:
-            yield Finding(
-                "trainer.n_gpus_per_node",
-                f"{count} sequences ({what} times rollout.n={rollout.n}) cannot be dealt to {ranks} ranks",
-                "make them a multiple of the ranks",
-            )
-            return
-    if actor.use_dynamic_bsz:
-        return
-    # verl 0.9.1, workers/engine/utils.py:125: asserted by every worker, in its first step
-    for key, micro, count in (
-        ("actor.ppo_micro_batch_size_per_gpu", actor.ppo_micro_batch_size_per_gpu, mini * rollout.n // ranks),
-        (
-            "rollout.log_prob_micro_batch_size_per_gpu",
-            rollout.log_prob_micro_batch_size_per_gpu,
-            batch * rollout.n // ranks,
-        ),
-    ):
-        if micro is not None and count % micro:
-            yield Finding(
-                f"actor_rollout_ref.{key}",
-                f"is {micro} and does not divide the {count} sequences that a rank gets",
-                f"take a divisor of {count}, or actor_rollout_ref.actor.use_dynamic_bsz=true",
-            )
 
 
 def _reason(error: BaseException) -> str:

@@ -1,0 +1,263 @@
+"""A matrix is expanded as it says, checked as a whole, and run one process after another."""
+
+import itertools
+import json
+import subprocess
+import sys
+from importlib import resources
+
+import pytest
+from omegaconf import OmegaConf
+
+from verl_tim.launch import prepare
+from verl_tim.launch.checks import correction as check_correction
+from verl_tim.launch.compose import compose_config, hydra_for
+from verl_tim.launch.errors import LaunchError
+from verl_tim.launch.matrix import RECORD, Cell, Matrix, finished, matrix_of, prepared, run_all
+from verl_tim.launch.recipes import RECIPES_PACKAGE, find_recipe
+
+NODE = "algorithm.rollout_correction"
+CAPS, BOUNDS = ("1.5", "2", "5"), ("0.0001", "0.001", "0.01")
+
+
+@pytest.fixture(scope="module")
+def paper():
+    return matrix_of(find_recipe("dense_grpo"), ["+matrix=paper", "tim.run_dir=runs/p", "data.seed=7"])
+
+
+@pytest.fixture(scope="module")
+def composed(paper):
+    """name -> the resolved config of every run of the paper's matrix."""
+    with hydra_for(paper.recipe):
+        configs = {cell.name: compose_config(paper.recipe, cell.overrides) for cell in paper.cells}
+    for config in configs.values():
+        prepare.absolute_paths(config)
+        prepare.resolve(config)
+    return configs
+
+
+def test_the_papers_matrix_has_every_run_of_it(composed):
+    of_engines = {"vexact", "vllm_recompute", "vllm_bypass", "vllm_invariant"}
+    parts = itertools.product(("corr", "ppo"), ("k1", "k3"), ("mean", "sum"))
+    rejections = {f"reject_{signal}_{kind}_{reading}" for signal, kind, reading in parts}
+    both = {f"tis_{reading}_tok{cap}_seq{x}" for reading in ("mean", "sum") for cap in CAPS for x in BOUNDS}
+    assert set(composed) == of_engines | rejections | both | {"tis_product_tok2_seq0.001"}
+
+
+def test_every_run_of_it_composes_with_what_its_name_says(composed):
+    for name, config in composed.items():
+        correction, chosen = config.algorithm.rollout_correction, config.tim.choices
+        assert list(check_correction.check(config)) == [], name
+        assert config.data.seed == 7
+        assert (config.trainer.experiment_name, config.tim.run_dir.rpartition("/")[2]) == (f"p-{name}", name)
+        rollout = {"vexact": "vexact", "vllm_invariant": "vllm_invariant"}.get(name, "vllm")
+        assert chosen.rollout == rollout
+        if name.startswith("reject"):
+            _, signal, kind, reading = name.split("_")
+            assert correction.rollout_rs_signal == f"r_{signal}"
+            assert (correction.rollout_is, correction.rollout_rs) == (None, f"seq_{reading}_{kind}")
+            bound = correction.rollout_rs_threshold
+            low, high = bound if kind == "k1" else (None, bound)
+            assert high == pytest.approx(1.0010005001667084 if kind == "k1" else 0.001, rel=1e-15)
+            assert kind == "k3" or low * high == pytest.approx(1, rel=1e-15)
+        elif name.startswith("tis"):
+            _, reading, cap, bound = name.split("_")
+            assert (correction.rollout_is, correction.rollout_is_threshold) == ("token", float(cap.removeprefix("tok")))
+            expected = float(bound.removeprefix("seq"))
+            if reading == "product":
+                assert (correction.rollout_rs, list(correction.rollout_rs_threshold)) == (
+                    "seq_sum_k1",
+                    [expected, None],
+                )
+            else:
+                assert (correction.rollout_rs, correction.rollout_rs_threshold) == (f"seq_{reading}_k3", expected)
+        else:
+            assert (correction.rollout_is, correction.rollout_rs) == (None, None)
+            assert correction.bypass_mode is (name == "vllm_bypass")
+
+
+def test_no_two_runs_are_the_same(composed):
+    def without_names(config):
+        plain = OmegaConf.to_container(config, throw_on_missing=False)
+        plain["tim"].pop("run_dir")
+        plain["tim"]["choices"].pop("correction")
+        text = json.dumps(plain, sort_keys=True)
+        return text.replace(config.tim.run_dir, "").replace(config.trainer.experiment_name, "")
+
+    assert len({without_names(config) for config in composed.values()}) == len(composed)
+
+
+def names(*overrides, recipe="cpu_grpo"):
+    return [cell.name for cell in matrix_of(find_recipe(recipe), list(overrides)).cells]
+
+
+def test_patterns_pick_runs_and_swept_values_multiply_them():
+    only = "tim.only=[vexact,tis_sum_tok5_*]"
+    picked = ["vexact", *(f"tis_sum_tok5_seq{bound}" for bound in BOUNDS)]
+    assert names("+matrix=paper", only) == picked
+    assert names("+matrix=paper", only, "data.seed=1,2") == [f"{n}-data.seed={s}" for n in picked for s in (1, 2)]
+    assert names("rollout=vexact,stock", "data.seed=range(3)") == [
+        f"rollout={rollout}-data.seed={seed}" for rollout in ("vexact", "stock") for seed in range(3)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "words"),
+    [
+        (["+matrix=papr"], "matrix", "'paper'"),
+        (["+matrix=paper", "tim.only=vexat"], "tim.only", "'vexact'"),
+        (["+matrix=paper", "data.sed=1"], "data.sed", "data.seed"),
+        (["+matrix=paper", "++tim.matrix.vexact=rollout"], "tim.matrix.vexact", "list of overrides"),
+        (["data.seed=[1,"], "data.seed=[1,", "KEY=VALUE"),
+    ],
+)
+def test_what_is_not_there_is_named(overrides, key, words):
+    with pytest.raises(LaunchError) as caught:
+        matrix_of(find_recipe("cpu_grpo"), overrides)
+    (finding,) = caught.value.findings
+    assert finding.key == key
+    assert words in finding.remedy
+
+
+def test_a_matrix_of_ones_own_stands_beside_the_recipe(tmp_path):
+    source = resources.files(RECIPES_PACKAGE).joinpath("cpu_grpo", "cpu_grpo.yaml").read_text()
+    (tmp_path / "mine.yaml").write_text(source)
+    (tmp_path / "matrix").mkdir()
+    (tmp_path / "matrix" / "pair.yaml").write_text(
+        "# @package _global_\ntim: {matrix: {exact: [rollout=vexact], stock: [rollout=stock, data.seed=3]}}\n"
+    )
+    matrix = matrix_of(find_recipe(str(tmp_path / "mine.yaml")), ["+matrix=pair", f"tim.run_dir={tmp_path}/runs"])
+    assert [(cell.name, cell.overrides[:-2]) for cell in matrix.cells] == [
+        ("exact", ("rollout=vexact",)),
+        ("stock", ("rollout=stock", "data.seed=3")),
+    ]
+    with hydra_for(matrix.recipe):
+        config = compose_config(matrix.recipe, matrix.cells[1].overrides)
+    assert (config.tim.run_dir, config.data.seed) == (f"{tmp_path}/runs/stock", 3)
+
+
+@pytest.fixture
+def matrix(tmp_path):
+    return Matrix(find_recipe("cpu_grpo"), tmp_path, tuple(Cell(name, (f"data.seed={name}",)) for name in "123"))
+
+
+def test_nothing_starts_while_one_run_cannot(matrix):
+    def ready(recipe, overrides):
+        if overrides != ("data.seed=2",):
+            raise LaunchError.of("data.seed", "is odd", "take an even one")
+        return OmegaConf.create({})
+
+    with pytest.raises(LaunchError) as caught:
+        prepared(matrix, ready)
+    (finding,) = caught.value.findings
+    assert finding.problem == "is odd (in 1, 3)"
+
+
+def test_a_failure_keeps_none_from_running_and_a_second_start_does_what_is_left(matrix):
+    def run_of(codes):
+        def run(config, name):
+            ran.append(name)
+            return codes[name]
+
+        return run
+
+    def ready(recipe, overrides):
+        return OmegaConf.create({"tim": {"run_dir": "r"}})
+
+    ran, said = [], []
+    assert run_all(matrix, prepared(matrix, ready), run_of({"1": 0, "2": 7, "3": 0}), said.append) == 7
+    assert ran == ["1", "2", "3"]
+    assert any("2 ended with exit code 7" in line for line in said)
+    assert set(finished(matrix)) == {"1", "3"} == set(json.loads((matrix.folder / RECORD).read_text()))
+    ran.clear()
+    assert run_all(matrix, prepared(matrix, ready), run_of({"2": 0}), said.append) == 0
+    assert ran == ["2"]
+    assert prepared(matrix, ready) == {}
+    # another value is another run
+    other = Matrix(matrix.recipe, matrix.folder, (Cell("1", ("data.seed=4",)),))
+    assert list(prepared(other, ready)) == ["1"]
+
+
+def test_ctrl_c_ends_the_matrix(matrix):
+    ran = []
+
+    def run(config, name):
+        ran.append(name)
+        return 130
+
+    configs = {cell.name: OmegaConf.create({}) for cell in matrix.cells}
+    assert run_all(matrix, configs, run, lambda line: None) == 130
+    assert ran == ["1"]
+    assert finished(matrix) == {}
+
+
+def test_train_lists_what_a_matrix_would_run(tmp_path, monkeypatch):
+    from typer.testing import CliRunner
+
+    from verl_tim.cli import app
+    from verl_tim.launch import start
+
+    monkeypatch.setattr(start, "make_ready", lambda config: None)
+    words = [
+        "train",
+        "recipe=cpu_grpo",
+        "+matrix=paper",
+        "tim.only=v*",
+        f"tim.run_dir={tmp_path}",
+        "--dry-run",
+        "--json",
+    ]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    rows = json.loads(result.stdout)
+    assert [row["run"] for row in rows] == ["vexact", "vllm_recompute", "vllm_bypass", "vllm_invariant"]
+    assert rows[0]["overrides"][:2] == ["rollout=vexact", "correction=none"]
+    assert not any(row["done"] for row in rows)
+
+
+def plain_verl(folder, *words):
+    command = [
+        "-m",
+        "verl.trainer.main_ppo",
+        "--config-path",
+        "pkg://verl_tim.recipes.cpu_grpo",
+        "--config-name",
+        "cpu_grpo",
+    ]
+    return subprocess.run(
+        [sys.executable, *command, *words], capture_output=True, text=True, cwd=folder, timeout=900, errors="replace"
+    )
+
+
+def test_a_plain_verl_multirun_is_checked_as_a_whole(tmp_path):
+    """`-m` reaches the same expansion: what one of the runs cannot do is said before any of them starts."""
+    done = plain_verl(tmp_path, "-m", "rollout=stock", "data.train_batch_size=20,28", f"tim.run_dir={tmp_path}/runs")
+    assert done.returncode == 2, done.stderr[-3000:]
+    assert "these runs cannot start" in done.stderr
+    assert "actor_rollout_ref.actor.ppo_mini_batch_size" in done.stderr
+    for size in (20, 28):
+        assert f"does not divide data.train_batch_size={size} (in data.train_batch_size={size})" in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_two_runs_of_a_plain_verl_multirun(tmp_path):
+    words = [
+        "-m",
+        "rollout=vexact,stock",
+        "trainer.total_training_steps=1",
+        "trainer.val_before_train=false",
+        "trainer.test_freq=-1",
+        f"tim.run_dir={tmp_path}/runs",
+    ]
+    done = plain_verl(tmp_path, *words)
+    assert done.returncode == 0, done.stderr[-3000:]
+    exact = {}
+    for rollout in ("vexact", "stock"):
+        (line,) = (tmp_path / "runs" / f"rollout={rollout}" / "metrics.jsonl").read_text().splitlines()
+        exact[rollout] = json.loads(line)["data"]["tim/exact_fraction"]
+    assert exact["vexact"] == 1.0 > exact["stock"]
+    again = plain_verl(tmp_path, *words)
+    assert again.returncode == 0
+    assert "run 1 of" not in again.stderr

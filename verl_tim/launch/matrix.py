@@ -1,0 +1,198 @@
+"""Several runs of one recipe: a `matrix=` option, Hydra's sweeps (`data.seed=1,2`), or both multiplied.
+
+Every run is a process and a Ray cluster of its own: what a run hands to Ray's workers (the path of its metrics among
+it) is fixed when Ray starts. So neither `verl-tim train` nor the callback for a plain `main_ppo -m` lets Hydra's
+sweeper run them in one process; both come here.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_tim.launch.compose import compose_config, hydra_for
+from verl_tim.launch.errors import Finding, LaunchError
+from verl_tim.launch.recipes import Recipe, closest
+
+RECORD = "matrix.json"
+_GROUP = re.compile(r"\+{0,2}matrix=")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of a matrix: its name, and the overrides that make it of the recipe."""
+
+    name: str
+    overrides: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """The runs of a recipe, and the folder that theirs are made in."""
+
+    recipe: Recipe
+    folder: Path
+    cells: tuple[Cell, ...]
+
+
+def asks_for_several(overrides: Sequence[str]) -> bool:
+    """Whether overrides choose a matrix."""
+    return any(_GROUP.match(word) for word in overrides)
+
+
+def sweeps_in(overrides: Sequence[str]) -> list[str]:
+    """The overrides that name several values, as Hydra reads them."""
+    return [word for word, parsed in zip(overrides, _parsed(overrides), strict=True) if parsed.is_sweep_override()]
+
+
+def matrix_of(recipe: Recipe, overrides: Sequence[str]) -> Matrix:
+    """The runs that overrides ask for: every cell of the matrix with every combination of the swept values.
+
+    Args:
+        overrides: of a command line, without `recipe=` and Hydra's flags.
+
+    Raises:
+        LaunchError: words, keys and options that do not exist; `tim.only` that picks nothing.
+    """
+    swept = sweeps_in(overrides)
+    common = [word for word in overrides if word not in swept]
+    with hydra_for(recipe):
+        config = compose_config(recipe, common)
+    folder = Path(str(config.tim.run_dir)).expanduser().absolute()
+    kept = [
+        word
+        for word in common
+        if not _GROUP.match(word) and not word.lstrip("+").startswith(("tim.run_dir=", "tim.only=", "tim.matrix."))
+    ]
+    cells = []
+    for name, words in _chosen(config).items():
+        for values in product(*(_values(word) for word in swept)):
+            parts = [part for part in (name, *(_as_name(value) for value in values)) if part]
+            cell = "-".join(parts) or "run"
+            where = f"tim.run_dir='{folder / cell}'"
+            cells.append(Cell(cell, (*kept, *words, *values, f"trainer.experiment_name='{folder.name}-{cell}'", where)))
+    return Matrix(recipe, folder, tuple(cells))
+
+
+def prepared(matrix: Matrix, ready: Callable[[Recipe, Sequence[str]], DictConfig]) -> dict[str, DictConfig]:
+    """The config of every run that is still to be done, checked; nothing is started while one of them cannot be.
+
+    Args:
+        ready: `start.ready_of`.
+
+    Raises:
+        LaunchError: what any of the runs cannot start for, each finding once, with the names of its runs.
+    """
+    done = finished(matrix)
+    configs: dict[str, DictConfig] = {}
+    problems: dict[Finding, list[str]] = {}
+    for cell in matrix.cells:
+        if done.get(cell.name) == list(cell.overrides):
+            continue
+        try:
+            configs[cell.name] = ready(matrix.recipe, cell.overrides)
+        except LaunchError as error:
+            for finding in error.findings:
+                problems.setdefault(finding, []).append(cell.name)
+    if problems:
+        raise LaunchError(
+            [
+                Finding(finding.key, f"{finding.problem} (in {_some(names)})", finding.remedy)
+                for finding, names in problems.items()
+            ]
+        )
+    return configs
+
+
+def run_all(
+    matrix: Matrix, configs: dict[str, DictConfig], run: Callable[[DictConfig, str], int], say: Callable[[str], None]
+) -> int:
+    """The prepared runs one after another. One that fails does not keep the others from running.
+
+    Args:
+        run: a config and its cell's name -> exit code.
+        say: a line for who watches.
+
+    Returns:
+        0, or the exit code of the first run that failed; 130 at once if one was interrupted.
+    """
+    overrides = {cell.name: list(cell.overrides) for cell in matrix.cells}
+    failed = 0
+    for number, (name, config) in enumerate(configs.items(), start=1):
+        say(f"run {number} of {len(configs)}: {name}")
+        code = run(config, name)
+        if code == 130:
+            return code
+        if code:
+            say(f"{name} ended with exit code {code}; its log is in {config.tim.run_dir}")
+            failed = failed or code
+        else:
+            _record(matrix, name, overrides[name])
+    return failed
+
+
+def finished(matrix: Matrix) -> dict[str, list[str]]:
+    """Runs in the matrix's folder that ended well, with the overrides they had."""
+    path = matrix.folder / RECORD
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def _record(matrix: Matrix, name: str, overrides: list[str]) -> None:
+    record = {**finished(matrix), name: overrides}
+    (matrix.folder / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+def _chosen(config: DictConfig) -> dict[str, list[str]]:
+    """The cells that `tim.only` picks of `tim.matrix`, in its order; one without a name where there is none."""
+    node = OmegaConf.select(config, "tim.matrix")
+    if node is None:
+        return {"": []}
+    cells: Any = OmegaConf.to_container(node, resolve=True)
+    for name, words in cells.items():
+        if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+            raise LaunchError.of(f"tim.matrix.{name}", f"is {words!r}", "give a list of overrides: [rollout=vllm, ...]")
+    only = OmegaConf.select(config, "tim.only") or "*"
+    patterns = [only] if isinstance(only, str) else [str(pattern) for pattern in only]
+    for pattern in patterns:
+        if not fnmatch.filter(cells, pattern):
+            raise LaunchError.of(
+                "tim.only", f"{pattern!r} picks no run", closest(pattern, list(cells)) + f"known: {', '.join(cells)}"
+            )
+    return {name: words for name, words in cells.items() if any(fnmatch.fnmatchcase(name, one) for one in patterns)}
+
+
+def _parsed(overrides: Sequence[str]) -> list[Any]:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import OverrideParseException
+
+    try:
+        return OverridesParser.create().parse_overrides(list(overrides))
+    except OverrideParseException as error:
+        raise LaunchError.of(
+            error.override, str(error).splitlines()[0], "write KEY=VALUE; quote values with special characters"
+        ) from error
+
+
+def _values(word: str) -> list[str]:
+    """`data.seed=1,2` as `data.seed=1` and `data.seed=2`, the way Hydra's own sweeper splits it."""
+    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+
+    (batch,) = BasicSweeper.split_arguments(_parsed([word]), max_batch_size=None)
+    return [one for (one,) in batch]
+
+
+def _as_name(override: str) -> str:
+    return re.sub(r"[^\w.=+-]+", "_", override.lstrip("+"))
+
+
+def _some(names: Sequence[str], shown: int = 4) -> str:
+    more = len(names) - shown
+    return ", ".join(names[:shown]) + (f" and {more} more" if more > 0 else "")
