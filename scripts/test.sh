@@ -24,7 +24,7 @@ part() {
 
 part "ruff" "$PY" -m ruff check .
 part "mypy" "$PY" -m mypy
-part "tests, fast" "$PY" -m pytest -q --junitxml="$reports/fast.xml" -m "not gpu and not slow" "$@"
+part "tests, fast" "$PY" -m pytest -q --junitxml="$reports/fast.xml" -m "not gpu and not slow and not product" "$@"
 part "tests, slow" "$PY" -m pytest -q --junitxml="$reports/slow.xml" --durations=10 -m "slow and not gpu" "$@"
 
 printf '\n== summary\n'

@@ -1,15 +1,26 @@
 #!/usr/bin/env bash
 # What needs a GPU: bits first, then the whole model, then speed. Parts in the order in which a failure explains the next.
 #   scripts/test_gpu.sh [PART ...]      no part: all of them
-# Parts: kernels ops models engine correction trainer kernels-speed rollout. OUT=FOLDER keeps each part's output
-# (default: runs/gpu). A part that fails or runs past its limit hides no other; exit code 0 only if every part passed.
+# Parts: kernels ops models split (with models; two GPUs or more) engine runs correction trainer kernels-speed rollout.
+# OUT=FOLDER keeps each part's output (default: runs/gpu). A part that fails or runs past its limit hides no other; exit
+# code 0 only if every part passed.
 set -uo pipefail
+
+ALL="kernels ops models split engine runs correction trainer kernels-speed rollout"
+PARTS=${*:-$ALL}
+for name in $PARTS; do
+    [[ " $ALL " == *" $name "* ]] || { echo "$0: $name is no part; parts: $ALL" >&2; exit 2; }
+done
+if [[ " $PARTS " == *" split "* && " $PARTS " != *" models "* ]]; then
+    echo "$0: split verifies the models that models makes; give both: split models" >&2
+    exit 2
+fi
+
 # shellcheck source=scripts/env.sh
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 find_or_make_env dev
 cd "$ROOT" || exit 1
 
-PARTS=${*:-kernels ops models engine correction trainer kernels-speed rollout}
 OUT=${OUT:-runs/gpu}
 WORK=$(mktemp -d)
 trap 'rm -rf "$WORK"' EXIT
@@ -27,7 +38,6 @@ part() {
     [ "$status" = 0 ] || failed=1
 }
 
-
 part kernels 600 "$PY" -m pytest -q -m gpu tests/numerics
 part ops 120 "$PY" -m verl_tim.cli verify --ops
 # Published shapes with few layers: random weights, peaked logits; every scenario of the exactness gate.
@@ -35,7 +45,29 @@ part models.dense.make 120 "$PY" -m verl_tim.cli model --random qwen3-1.7b --lay
 part models.dense 400 "$PY" -m verl_tim.cli verify "$WORK/dense"
 part models.moe.make 120 "$PY" -m verl_tim.cli model --random qwen3-30b-a3b --layers 2 --out "$WORK/moe"
 part models.moe 400 "$PY" -m verl_tim.cli verify "$WORK/moe"
+part models.memory 300 "$PY" -m pytest -q -m gpu tests/training/test_memory_savers_gpu.py
+# Rollouts on two GPUs, the trainer on one: outputs split, then layers.
+gpus=$("$PY" -c 'import torch; print(torch.cuda.device_count())')
+if [ "$gpus" -ge 2 ]; then
+    part split.tensor 400 "$PY" -m verl_tim.cli verify "$WORK/dense" "$WORK/moe" --tensor-parallel 2
+    part split.pipeline 400 "$PY" -m verl_tim.cli verify "$WORK/dense" "$WORK/moe" --pipeline-parallel 2
+elif [[ " $PARTS " == *" split "* ]]; then
+    printf '\n== split: skipped, it needs two GPUs and there is %s\n' "$gpus"
+fi
 part engine 600 "$PY" -m pytest -q -m gpu tests/engine tests/rollout
+# verl from end to end on this GPU; the gate stops a run at the first differing bit. One at a time: each start takes a minute.
+gpu_run() {
+    local name=$1
+    shift
+    part "runs.$name" 400 "$PY" -m verl_tim.cli train "$@" cluster=gpu1 trainer.total_training_steps=6 trainer.val_before_train=false \
+        trainer.test_freq=-1 actor_rollout_ref.rollout.gpu_memory_utilization=0.3 "tim.run_dir=$WORK/$name"
+    [ -f "$WORK/$name/train.log" ] && cp "$WORK/$name/train.log" "$OUT/runs.$name.train.log"
+    return 0
+}
+gpu_run dense recipe=cpu_grpo rollout=vexact
+gpu_run moe recipe=cpu_moe_grpo rollout=vexact
+gpu_run reinforce recipe=cpu_reinforce rollout=vexact
+gpu_run vllm recipe=cpu_grpo rollout=vllm
 part correction 200 "$PY" -m verl_tim.cli bench correction --device cuda
 part trainer 300 "$PY" -m verl_tim.cli bench kernels --part trainer
 part kernels-speed 600 "$PY" -m verl_tim.cli bench kernels --part gemm --part attention --part rows --part moe --part head

@@ -15,6 +15,7 @@ from verl_tim.commands import (
     data,
     doctor,
     model,
+    plan,
     probe,
     quickstart,
     report,
@@ -32,7 +33,7 @@ app = typer.Typer(
 )
 
 # How the help lists them.
-for module in (quickstart, train, verify, probe, baseline, compare, report, calibrate, doctor, data, model):
+for module in (quickstart, plan, train, verify, probe, baseline, compare, report, calibrate, doctor, data, model):
     app.command(module.NAME, help=module.HELP, no_args_is_help=module.NEEDS_ARGUMENTS)(module.command)
 
 app.add_typer(bench.app, name=bench.NAME, help=bench.HELP)

@@ -103,3 +103,15 @@ def test_unknown_names_are_refused():
         result = CliRunner().invoke(app, ["bench", "rollout", "--device", "cpu", *wrong])
         assert result.exit_code == 2
         assert wrong[0] in result.stderr
+
+
+def test_an_engine_on_two_ranks(tiny):
+    asked = ["bench", "rollout", "--model", str(tiny), "--load", "3x9x6", "--device", "cpu", "--repeats", "1", "--json"]
+    result = CliRunner().invoke(app, [*asked, "--engine", "vexact", "--tensor-parallel", "2"])
+    assert result.exit_code == 0, result.stdout
+    told = json.loads(result.stdout)
+    assert told["split"] == [2, 1]
+    assert told["models"][0]["rows"][0]["tokens_per_second"] > 0
+    result = CliRunner().invoke(app, [*asked, "--engine", "stock", "--pipeline-parallel", "2"])
+    assert result.exit_code == 2
+    assert "runs on one rank" in " ".join(result.stderr.split())

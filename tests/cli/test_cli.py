@@ -64,7 +64,7 @@ def test_help_answers_within_a_second_and_loads_nothing_heavy():
     assert time.monotonic() - started < 10
 
 
-@pytest.mark.parametrize("command", ["quickstart", "train", "verify", "compare", "doctor", "data", "model"])
+@pytest.mark.parametrize("command", ["quickstart", "plan", "train", "verify", "compare", "doctor", "data", "model"])
 def test_every_command_has_help(command):
     result = runner.invoke(app, [command, "--help"])
     assert result.exit_code == 0

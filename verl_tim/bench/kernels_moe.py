@@ -15,7 +15,7 @@ from torch import Tensor
 
 from verl_tim.bench.row import BenchRow
 from verl_tim.numerics.gpu import moe
-from verl_tim.numerics.gpu.device_time import graph_us
+from verl_tim.numerics.gpu.device_time import event_us, graph_us
 from verl_tim.numerics.gpu.dispatch import dispatch
 from verl_tim.numerics.gpu.grouped_gemm import choose
 
@@ -94,7 +94,8 @@ def _backward_row(
     ours = graph_us(lambda: moe.experts_backward(grad, x, expert_TK, weight_TK, gate_up, down), calls=3)
     leaves = [t.detach().requires_grad_() for t in (x, weight_TK, gate_up, down)]
     out = _hf_grouped(leaves[0], expert_TK, *leaves[1:])
-    theirs = graph_us(lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True), calls=3)
+    # by events: autograd runs on the stream of the forward, which no graph captures
+    theirs = event_us(lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True))
     return BenchRow(
         "experts backward", f"{x.shape[0]} tokens", ours, "HF grouped_mm", theirs, "ours computes gate and up again"
     )

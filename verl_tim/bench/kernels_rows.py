@@ -1,7 +1,7 @@
 """Row operations against Hugging Face's modules: norm, qk-norm with RoPE, SwiGLU, embedding gradient. Memory bound.
 
-Peers are the modules' formulas run eagerly and under torch.compile. Each figure is device time (CUDA graph); the note
-holds the bytes that must move over the time.
+Peers are the modules' formulas run eagerly and under torch.compile. Each figure is device time (CUDA graph; events for
+gradients by autograd); the note holds the bytes that must move over the time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from verl_tim.bench.row import BenchRow
 from verl_tim.numerics.gpu import activation, embedding, norm, rope
-from verl_tim.numerics.gpu.device_time import graph_us
+from verl_tim.numerics.gpu.device_time import event_us, graph_us
 
 _EPS = 1e-6
 _COPIES = 3  # of the inputs, so that few rows only are found in the cache
@@ -60,16 +60,21 @@ class _Table:
         self.quick = quick
         self.rows: list[BenchRow] = []
 
-    def add(self, op: str, shape: str, moved: int, ours: list, peers: dict[str, Any]) -> None:
-        """One row per peer: the formula, its compiled form where given."""
+    def add(
+        self, op: str, shape: str, moved: int, ours: list, peers: dict[str, Any], *, autograd: bool = False
+    ) -> None:
+        """One row per peer: the formula, its compiled form where given; `autograd`: peers are gradients of it."""
         mine = graph_us(ours)
         note = f"{moved / mine / 1e6:.2f} TB/s"
         for name, runs in peers.items():
-            self.rows.append(BenchRow(op, shape, mine, name, graph_us(runs, calls=5), note))
+            # Autograd runs on the stream of the forward, which no graph captures.
+            theirs = event_us(runs[0]) if autograd else graph_us(runs, calls=5)
+            self.rows.append(BenchRow(op, shape, mine, name, theirs, note))
 
     def forward(self, op: str, shape: str, moved: int, ours: list, function: Callable, inputs: list) -> None:
         peers = {"eager": [lambda i=i: function(*i) for i in inputs]}
         if not self.quick:
+            torch._dynamo.reset()  # it gives up on a function after eight shapes
             compiled = torch.compile(function, dynamic=False)
             peers["torch.compile"] = [lambda i=i: compiled(*i) for i in inputs]
         self.add(op, shape, moved, ours, peers)
@@ -91,7 +96,7 @@ def _norms(table: _Table, rows: int, size: int) -> None:
         grad = _randn(rows, size)
         ours = [lambda i=i: norm.rms_norm_backward(grad, i[0], weight, _EPS) for i in inputs]
         peer = [_backward_of(_hf_norm, (x, weight), (grad,)) for x, _, _ in inputs]
-        table.add("rms_norm backward", shape, 3 * unit, ours, {"eager": peer})
+        table.add("rms_norm backward", shape, 3 * unit, ours, {"eager": peer}, autograd=True)
 
 
 def _heads(table: _Table, rows: int, q_heads: int, kv_heads: int, dim: int) -> None:
@@ -138,7 +143,7 @@ def _heads(table: _Table, rows: int, q_heads: int, kv_heads: int, dim: int) -> N
             return _hf_qk_norm_rope(q, k, q_weight, k_weight, *hf_table)
 
         peer = [_backward_of(function, (q, k, q_weight, k_weight), grads) for q, k, _ in views]
-        table.add("qk-norm + rope backward", shape, 3 * both, back, {"eager": peer})
+        table.add("qk-norm + rope backward", shape, 3 * both, back, {"eager": peer}, autograd=True)
 
 
 def _swiglu(table: _Table, rows: int, inner: int) -> None:
@@ -151,7 +156,7 @@ def _swiglu(table: _Table, rows: int, inner: int) -> None:
         grad = _randn(rows, inner)
         ours = [lambda i=i: activation.swiglu_backward(grad, *i) for i in halves]
         peer = [_backward_of(_hf_swiglu, i, (grad,)) for i in halves]
-        table.add("swiglu backward", shape, 5 * unit, ours, {"eager": peer})
+        table.add("swiglu backward", shape, 5 * unit, ours, {"eager": peer}, autograd=True)
 
 
 def _embedding(table: _Table, rows: int, vocab: int, size: int) -> None:

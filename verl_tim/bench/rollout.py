@@ -130,6 +130,7 @@ def run(
     device: str,
     repeats: int,
     memory: float,
+    split: tuple[int, int] = (1, 1),
     profile: Path | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> list[Figures]:
@@ -138,6 +139,7 @@ def run(
     Args:
         folder: of the model; its config.json suffices, weights are made up.
         memory: share of the GPU that each engine may hold.
+        split: tensor and pipeline parallel ranks of every engine, each with a GPU.
         profile: file for a profile of this engine's decode steps under the first load.
     """
     figures = []
@@ -154,6 +156,7 @@ def run(
             "device": device,
             "repeats": repeats,
             "memory": memory,
+            "split": list(split),
             "profile": str(profile) if profile is not None and engine == "vexact" else None,
         }
         figures += _in_a_process(spec, loads)

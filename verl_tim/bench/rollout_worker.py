@@ -32,14 +32,15 @@ class Ours:
     """This engine, with random weights made on its device."""
 
     def __init__(self, spec: dict[str, Any], loads: list[Load]) -> None:
-        from verl_tim.engine import Engine, EngineConfig
+        from verl_tim.engine import EngineConfig, start_engine
 
         on_gpu = spec["device"] != "cpu"
         longest = max(load.prompt + load.output for load in loads)
         settings: dict[str, Any] = {"gpu_memory_utilization": spec["memory"]}
         if not on_gpu:
             settings = {"kv_cache_tokens": max(load.requests * (load.prompt + load.output + 16) for load in loads)}
-        self.engine = Engine(
+        tensor, stages = spec["split"]
+        self.engine = start_engine(
             EngineConfig(
                 spec["folder"],
                 numerics="contract" if spec["engine"] == "vexact" else "stock",
@@ -48,6 +49,8 @@ class Ours:
                 max_num_batched_tokens=_BATCHED_TOKENS,
                 max_model_len=longest + 1,
                 load_weights=False,
+                tensor_parallel_size=tensor,
+                pipeline_parallel_size=stages,
                 **settings,
             )
         )
@@ -124,6 +127,8 @@ class VLLM:
             max_num_seqs=max(load.requests for load in loads),
             gpu_memory_utilization=spec["memory"],
             enable_prefix_caching=False,
+            tensor_parallel_size=spec["split"][0],
+            pipeline_parallel_size=spec["split"][1],
             seed=0,
         )
         self.vocab_size = load_model_config(spec["folder"]).vocab_size

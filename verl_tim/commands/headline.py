@@ -11,6 +11,8 @@ from verl_tim.launch.process import Step
 REWARD = "critic/score/mean"
 # Nats; written by this package's trainer. Exactly 0 means equal bits.
 MISMATCH = "tim/delta_abs_max"
+# Of the tokens that the gate compared, and how many it could not: those of other weights than the trainer's.
+COMPARED_MISMATCH, UNCOMPARED = "tim/compared_delta_abs_max", "tim/uncompared_tokens"
 STEP_TIME = "timing_s/step"
 _VALIDATION_PREFIX = "val-core/"
 
@@ -21,6 +23,12 @@ def validation_of(metrics: dict[str, Any]) -> float | None:
     return metrics[names[0]] if names else None
 
 
+def mismatch_of(metrics: dict[str, Any]) -> float | None:
+    """The largest |d| of a step; where the gate compared a part of it only, of that part (d of the others holds what
+    other weights say, too). None where nothing was compared."""
+    return metrics.get(COMPARED_MISMATCH if metrics.get(UNCOMPARED) else MISMATCH)
+
+
 def headline(steps: Sequence[Step], edge: int = 5) -> dict[str, Any]:
     """Reward (mean of the first and last `edge` steps), validation, largest mismatch, seconds per step.
 
@@ -28,7 +36,7 @@ def headline(steps: Sequence[Step], edge: int = 5) -> dict[str, Any]:
     """
     rewards = [step.metrics[REWARD] for step in steps if REWARD in step.metrics]
     validations = [value for step in steps if (value := validation_of(step.metrics)) is not None]
-    mismatches = [step.metrics[MISMATCH] for step in steps if MISMATCH in step.metrics]
+    mismatches = [value for step in steps if (value := mismatch_of(step.metrics)) is not None]
     # the first step compiles and warms caches
     times = [step.metrics[STEP_TIME] for step in steps if STEP_TIME in step.metrics][1:]
     return {

@@ -7,7 +7,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from verl_tim.commands.headline import MISMATCH, REWARD, STEP_TIME, number, validation_of
+from verl_tim.commands.headline import REWARD, STEP_TIME, mismatch_of, number, validation_of
 from verl_tim.commands.output import stderr
 from verl_tim.launch.process import Step
 
@@ -52,11 +52,12 @@ class RunProgress:
         score = validation_of(step.metrics)
         if score is not None:
             self._validation = score
-        parts = [
-            f"{name} {number(step.metrics[key])}{unit}"
-            for name, key, unit in (("reward", REWARD, ""), ("mismatch", MISMATCH, ""), ("step", STEP_TIME, " s"))
-            if key in step.metrics
-        ]
+        shown = (
+            ("reward", step.metrics.get(REWARD), ""),
+            ("mismatch", mismatch_of(step.metrics), ""),
+            ("step", step.metrics.get(STEP_TIME), " s"),
+        )
+        parts = [f"{name} {number(value)}{unit}" for name, value, unit in shown if value is not None]
         if self._validation is not None:
             parts.append(f"validation {number(self._validation)}")
         state = ", ".join(parts)

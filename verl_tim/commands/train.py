@@ -11,13 +11,15 @@ from verl_tim.commands.output import bad_input, print_json, stderr, table
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+    from verl_tim.launch.matrix import Matrix
     from verl_tim.launch.process import Outcome
 
 NAME = "train"
 HELP = (
     "Train with verl.\n\n"
     "[dim]verl-tim train recipe=cpu_grpo rollout=vexact correction=none trainer.total_training_steps=20[/]\n\n"
-    "Groups: rollout, trainer, correction, task, model, cluster, tracker; any key of verl or tim: may follow."
+    "Groups: rollout, trainer, correction, task, model, cluster, tracker; any key of verl or tim: may follow.\n\n"
+    "[dim]verl-tim train recipe=dense_grpo +matrix=paper    [not dim]every run of the paper's comparison[/][/]"
 )
 NEEDS_ARGUMENTS = False
 
@@ -26,17 +28,23 @@ def command(
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[recipe=NAME] [KEY=VALUE]...", help="Hydra overrides.")
     ] = None,
+    multirun: Annotated[
+        bool, typer.Option("-m", "--multirun", help="One run for each of several values: data.seed=1,2,3.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option(help="Stop before the start and print the resolved config.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> None:
     """Train."""
-    from verl_tim.launch.checks import correction
+    from verl_tim.launch.matrix import asks_for_several
     from verl_tim.launch.start import ready
+    from verl_tim.training.correction_config import of_run
 
+    if multirun or asks_for_several(overrides or []):
+        raise typer.Exit(_several(overrides or [], dry_run=dry_run, as_json=as_json))
     with bad_input():
         stderr().print("[dim]composing and checking[/]")
         config = ready(overrides or [])
-    stderr().print(correction.resolved(config).describe(), style="dim", markup=False, soft_wrap=True)
+    stderr().print(of_run(config).describe(), style="dim", markup=False, soft_wrap=True)
     if dry_run:
         from omegaconf import OmegaConf
 
@@ -46,6 +54,43 @@ def command(
         outcome = run(config, label=str(config.trainer.experiment_name))
     show(config, outcome, as_json=as_json)
     raise typer.Exit(outcome.exit_code)
+
+
+def _several(overrides: list[str], *, dry_run: bool, as_json: bool) -> int:
+    """Every run of a matrix or a sweep; the exit code."""
+    from verl_tim.launch.compose import split_recipe
+    from verl_tim.launch.matrix import matrix_of, prepared, run_all
+    from verl_tim.launch.start import ready_of
+
+    with bad_input():
+        stderr().print("[dim]composing and checking every run[/]")
+        matrix = matrix_of(*split_recipe(overrides))
+        configs = prepared(matrix, ready_of)
+    if dry_run:
+        _list_runs(matrix, set(configs), as_json=as_json)
+        return 0
+
+    def one(config: DictConfig, name: str) -> int:
+        outcome = run(config, label=name)
+        show(config, outcome, as_json=as_json)
+        return outcome.exit_code
+
+    with bad_input():
+        return run_all(matrix, configs, one, lambda line: stderr().print(line, markup=False, soft_wrap=True))
+
+
+def _list_runs(matrix: Matrix, left: set[str], *, as_json: bool) -> None:
+    if as_json:
+        print_json(
+            [
+                {"run": cell.name, "done": cell.name not in left, "overrides": list(cell.overrides)}
+                for cell in matrix.cells
+            ]
+        )
+        return
+    # the last two overrides are the run's name and folder
+    rows = [(cell.name, "" if cell.name in left else "yes", " ".join(cell.overrides[:-2])) for cell in matrix.cells]
+    table(str(matrix.folder), ("run", "done", "overrides"), rows)
 
 
 def run(config: DictConfig, *, label: str) -> Outcome:

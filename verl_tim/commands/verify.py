@@ -95,6 +95,12 @@ def command(
         ),
     ] = None,
     out: Annotated[Path, typer.Option(help="With --layers: folder for layers.html and layers.json.")] = Path("."),
+    tensor_parallel: Annotated[
+        int, typer.Option(min=1, help="Ranks that share each weight's outputs in the rollout; bits must not change.")
+    ] = 1,
+    pipeline_parallel: Annotated[
+        int, typer.Option(min=1, help="Stages that share the rollout's layers; bits must not change.")
+    ] = 1,
     ops: Annotated[
         bool,
         typer.Option("--ops", help="Only compare every kernel schedule of this machine with the reference order."),
@@ -103,6 +109,10 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON instead of tables.")] = False,
 ) -> None:
     """Verify."""
+    split = (tensor_parallel, pipeline_parallel)
+    if split != (1, 1):
+        with bad_input():
+            check_split(plant=plant, rollout=rollout, others=ops or ladder or layers or dump is not None)
     if ops:
         _verify_ops(subjects or [], attention, as_json)
         return
@@ -133,18 +143,36 @@ def command(
         with fault:
             for target in targets:
                 for name in target.dtypes:
-                    result, facts = climb_target(target, name, requests=requests, tokens=tokens, seed=seed)
+                    result, facts = climb_target(target, name, requests=requests, tokens=tokens, seed=seed, split=split)
                     reports.append(
                         {"subject": target.label, "dtype": name, "rollout": target.rollout, **facts, **result.to_dict()}
                     )
                     code = max(code, result.exit_code)
                     if not as_json:
-                        stdout().print(result.table(f"{target.label}, {name}, rollout={target.rollout}"))
+                        stdout().print(result.table(_title(target, name, split)))
                         stdout().print(result.summary() + "\n", soft_wrap=True)
     if as_json:
         print_json({"passed": code == 0, "exit_code": code, "planted": plant, "subjects": reports})
     if code:
         raise typer.Exit(code)
+
+
+def _title(target: Target, dtype: str, split: tuple[int, int]) -> str:
+    title = f"{target.label}, {dtype}, rollout={target.rollout}"
+    return title if split == (1, 1) else f"{title} on {split[0]} x {split[1]} ranks"
+
+
+def check_split(*, plant: str | None, rollout: str | None, others: bool) -> None:
+    """Raise LaunchError for what does not go with an engine on several ranks."""
+    from verl_tim.launch.errors import LaunchError
+
+    key = "--tensor-parallel, --pipeline-parallel"
+    if others:
+        raise LaunchError.of(key, "go with the gate only", "leave out --ops, --ladder, --layers and --dump")
+    if plant is not None:
+        raise LaunchError.of(key, f"--plant {plant} plants in one process", "plant in a gate on one rank")
+    if rollout == "stock":
+        raise LaunchError.of(key, "rollout stock runs on one rank", "give --rollout vexact")
 
 
 def _exclusive() -> Exception:
@@ -265,12 +293,14 @@ def planted(name: str | None, known: Mapping[str, Fault]) -> contextlib.Abstract
 
 
 def climb_target(
-    target: Target, dtype: str, *, requests: int, tokens: int, seed: int
+    target: Target, dtype: str, *, requests: int, tokens: int, seed: int, split: tuple[int, int] = (1, 1)
 ) -> tuple[LadderResult, dict[str, Any]]:
     """All scenarios for one model and dtype; the ladder's result, and what was measured beside it."""
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     from verl_tim.diagnosis.gate import climb
+    from verl_tim.engine import EngineConfigError
+    from verl_tim.launch.errors import LaunchError
     from verl_tim.training.in_process import single_rank_group
     from verl_tim.verification.scenarios import ladder
     from verl_tim.verification.subject import Subject
@@ -286,23 +316,32 @@ def climb_target(
     )
     with progress, quiet_libraries(), single_rank_group():
         task = progress.add_task(f"{target.label}, {dtype}: loading")
-        subject = Subject(
-            target.model_path,
-            dtype=dtype,
-            rollout=target.rollout,
-            requests=requests,
-            response_tokens=tokens,
-            seed=seed,
-            prompts=prompts_of(target),
-        )
-        result = climb(
-            ladder(subject),
-            on_result=lambda rung, done: progress.update(
-                task, description=f"{target.label}, {dtype}: {rung}, {done.name}"
-            ),
-        )
-        facts = {"model_path": target.model_path, **subject.spread(), "seconds": round(time.perf_counter() - began, 1)}
-    return result, facts
+        try:
+            subject = Subject(
+                target.model_path,
+                dtype=dtype,
+                rollout=target.rollout,
+                requests=requests,
+                response_tokens=tokens,
+                seed=seed,
+                prompts=prompts_of(target),
+                tensor_parallel=split[0],
+                pipeline_parallel=split[1],
+            )
+        except EngineConfigError as error:
+            key = "--tensor-parallel, --pipeline-parallel" if split != (1, 1) else "MODEL"
+            raise LaunchError.of(key, f"{target.label}: {error}", "choose other degrees, or another model") from error
+        with contextlib.closing(subject):
+            spread = subject.spread()  # of the model as it is given: the last rung trains it
+            result = climb(
+                ladder(subject),
+                on_result=lambda rung, done: progress.update(
+                    task, description=f"{target.label}, {dtype}: {rung}, {done.name}"
+                ),
+            )
+            facts = {"model_path": target.model_path, **spread}
+    facts |= {"tensor_parallel": split[0], "pipeline_parallel": split[1]}
+    return result, {**facts, "seconds": round(time.perf_counter() - began, 1)}
 
 
 def prompts_of(target: Target) -> list[Any] | None:

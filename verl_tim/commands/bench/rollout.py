@@ -36,6 +36,8 @@ def command(
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
     repeats: Annotated[int, typer.Option(min=1, help="Runs per engine and load, after a warm-up.")] = 3,
     memory: Annotated[float, typer.Option(help="Share of the GPU's memory that an engine may hold.")] = 0.85,
+    tensor_parallel: Annotated[int, typer.Option(min=1, help="Ranks that share each weight, of every engine.")] = 1,
+    pipeline_parallel: Annotated[int, typer.Option(min=1, help="Stages that share the layers, of every engine.")] = 1,
     bandwidth: Annotated[
         float | None, typer.Option(help="TB/s that reads reach, for the floor. Default: known for an H200 (4.3).")
     ] = None,
@@ -50,10 +52,14 @@ def command(
 
     with bad_input():
         engines, models = _choose(shape, model, load, engine, device)
+        if tensor_parallel * pipeline_parallel > 1:
+            _check_split(engines, device, tensor_parallel * pipeline_parallel)
     machine = _machine(device)
     if bandwidth is None:
         bandwidth = _BANDWIDTH.get(machine["device"])
-    speed = None if bandwidth is None else bandwidth * 1e12
+    split = (tensor_parallel, pipeline_parallel)
+    ranks = tensor_parallel * pipeline_parallel
+    speed = None if bandwidth is None else ranks * bandwidth * 1e12  # of all devices together
     console = stderr()
     sections: list[dict[str, Any]] = []
     for name, loads in models.items():
@@ -65,17 +71,30 @@ def command(
                 device=device,
                 repeats=repeats,
                 memory=memory,
+                split=split,
                 profile=profile,
                 progress=lambda text, name=name, status=status: status.update(f"{name}: {text}"),  # type: ignore[misc]
             )
             rows = rollout.as_json(figures, load_model_config(folder), speed)
         sections.append({"model": name, "rows": rows})
     if as_json:
-        print_json({**machine, "bandwidth": speed, "repeats": repeats, "models": sections})
+        print_json({**machine, "split": split, "bandwidth": speed, "repeats": repeats, "models": sections})
     else:
         _print(machine, sections)
     if any(row["problem"].startswith("exit code") for section in sections for row in section["rows"]):
         raise typer.Exit(1)
+
+
+def _check_split(engines: list[str], device: str, ranks: int) -> None:
+    import torch
+
+    from verl_tim.launch.errors import LaunchError
+
+    key = "--tensor-parallel, --pipeline-parallel"
+    if "stock" in engines:
+        raise LaunchError.of(key, "rollout stock runs on one rank", "leave --engine stock out")
+    if device == "cuda" and torch.cuda.device_count() < ranks:
+        raise LaunchError.of(key, f"{ranks} ranks, and PyTorch sees {torch.cuda.device_count()} GPUs", "lower them")
 
 
 def _choose(
