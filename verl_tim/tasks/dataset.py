@@ -17,6 +17,7 @@ from verl_tim.tasks.artifact import cached_folder, make_once
 from verl_tim.tasks.catalog import Task, generator_version, get_task, resolve_difficulty
 from verl_tim.tasks.errors import InputError
 from verl_tim.tasks.problems import VALIDATION_SHARE, Pool, Problem, stream_problems
+from verl_tim.tasks.schema import verl_schema
 
 CARD = "dataset.json"
 FORMAT = 1  # part of the content key: raise it when the same settings shall give other rows
@@ -29,19 +30,8 @@ PROMPT_STYLES = ("bare", "answer_tags")
 _PATIENCE_PER_PROBLEM = 50
 _PATIENCE = 20_000
 
-_SCHEMA = pa.schema(
-    [
-        ("data_source", pa.string()),
-        ("prompt", pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))),
-        ("ability", pa.string()),
-        ("reward_model", pa.struct([("style", pa.string()), ("ground_truth", pa.string())])),
-        (
-            "extra_info",
-            pa.struct(
-                [("split", pa.string()), ("index", pa.int64()), ("question", pa.string()), ("metadata", pa.string())]
-            ),
-        ),
-    ]
+_SCHEMA = verl_schema(
+    [("split", pa.string()), ("index", pa.int64()), ("question", pa.string()), ("metadata", pa.string())]
 )
 
 

@@ -21,30 +21,19 @@ from verl_tim.tasks.published.problem import Problem, prompt_of, read_problem
 from verl_tim.tasks.published.prompt import ANSWER_FORMATS, check_style
 from verl_tim.tasks.published.rows import column_names, count_rows, read_rows
 from verl_tim.tasks.published.sources import HubFile, PublishedSet, Split, get_published
+from verl_tim.tasks.schema import verl_schema
 
 CARD = "dataset.json"
 FORMAT = 1  # part of the content key: raise it when the same settings shall give other rows
 
-# verl 0.9.1 reads prompt, data_source, reward_model.ground_truth and extra_info (its examples/data_preprocess write
-# these columns); `answer_format` in extra_info tells this package's reward where to look.
-_SCHEMA = pa.schema(
+# `answer_format` tells this package's reward where to look.
+_SCHEMA = verl_schema(
     [
-        ("data_source", pa.string()),
-        ("prompt", pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))),
-        ("ability", pa.string()),
-        ("reward_model", pa.struct([("style", pa.string()), ("ground_truth", pa.string())])),
-        (
-            "extra_info",
-            pa.struct(
-                [
-                    ("split", pa.string()),
-                    ("index", pa.int64()),
-                    ("question", pa.string()),
-                    ("answer_format", pa.string()),
-                    ("id", pa.string()),
-                ]
-            ),
-        ),
+        ("split", pa.string()),
+        ("index", pa.int64()),
+        ("question", pa.string()),
+        ("answer_format", pa.string()),
+        ("id", pa.string()),
     ]
 )
 
