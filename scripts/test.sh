@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Lint, types, and all tests that need no GPU: first the fast ones, then the slow ones (real verl runs).
-#   scripts/test.sh [PYTEST_ARGUMENT ...]
+#   scripts/test.sh [--all] [PYTEST_ARGUMENT ...]
+# --all: then also the exhaustive ones (every product of choices, all real runs; an hour and more on two cores).
 # Exit code 0 only if every part passed.
 set -uo pipefail
 # shellcheck source=scripts/env.sh
@@ -8,6 +9,11 @@ source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 find_or_make_env dev
 cd "$ROOT" || exit 1
 
+all=
+if [ "${1:-}" = --all ]; then
+    all=1
+    shift
+fi
 reports=$(mktemp -d)
 trap 'rm -rf "$reports"' EXIT
 names=() results=() seconds=() failed=0
@@ -24,11 +30,17 @@ part() {
 
 part "ruff" "$PY" -m ruff check .
 part "mypy" "$PY" -m mypy
-part "tests, fast" "$PY" -m pytest -q --junitxml="$reports/fast.xml" -m "not gpu and not slow and not product" "$@"
+# a process per core, at most eight; each uses one thread, and the tests of a file share what they make
+cores=$("$PY" -c 'import os; print(min(8, os.cpu_count() or 1))')
+export OMP_NUM_THREADS=1
+part "tests, fast" "$PY" -m pytest -q -n "$cores" --dist loadfile --junitxml="$reports/fast.xml" -m "not gpu and not slow and not exhaustive" "$@"
 part "tests, slow" "$PY" -m pytest -q --junitxml="$reports/slow.xml" --durations=10 -m "slow and not gpu" "$@"
+if [ -n "$all" ]; then
+    part "tests, exhaustive" "$PY" -m pytest -q --junitxml="$reports/all.xml" --durations=10 -m "exhaustive and not gpu" "$@"
+fi
 
 printf '\n== summary\n'
-for i in "${!names[@]}"; do printf '%-12s %-12s %4d s\n' "${names[$i]}" "${results[$i]}" "${seconds[$i]}"; done
+for i in "${!names[@]}"; do printf '%-18s %-12s %4d s\n' "${names[$i]}" "${results[$i]}" "${seconds[$i]}"; done
 "$PY" - "$reports"/*.xml <<'P'
 import sys
 import xml.etree.ElementTree as tree

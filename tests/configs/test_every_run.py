@@ -1,10 +1,10 @@
 """Every recipe with every rollout, correction and cluster: verl's config classes take it and the start-up checks let
 it pass, or refuse it for the reasons that are known here.
 
-The fast test draws from the product; the slow one walks all corrections of a share of it, and `pytest -m product` (tens
-of minutes) everything. There Hydra composes every recipe, rollout and
-cluster, and the corrections are laid on top, as Hydra does: their group stands last. Each is also composed once per
-recipe, and must be the same. verl's classes see what was composed, and every correction that exchanges the loss.
+The fast test draws from the product; the slow one walks all corrections of a share of it, and the exhaustive one (tens
+of minutes) everything. There Hydra composes every recipe, rollout and cluster, and the corrections are laid on top, as
+Hydra does: their group stands last. Each is also composed once per recipe, and must be the same. verl's classes see
+what was composed, and every correction that exchanges the loss.
 """
 
 import functools
@@ -33,7 +33,7 @@ from verl_tim.training import accelerator
 from verl_tim.training.preflight import Cluster, findings
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-CLUSTERS = {"cpu": (1, 1), "gpu1": (1, 1), "gpu8": (1, 8), "gpu2x8": (2, 8), "gpu8x8": (8, 8)}
+CLUSTERS = {"cpu": (1, 1), "cpu2x1": (2, 1), "gpu1": (1, 1), "gpu8": (1, 8), "gpu2x8": (2, 8), "gpu8x8": (8, 8)}
 # Prompts per optimiser step and answers to each.
 STEP = {
     **{"cpu_grpo": (8, 8), "cpu_moe_grpo": (8, 8), "cpu_tool_grpo": (8, 8), "cpu_reinforce": (128, 1)},
@@ -130,7 +130,7 @@ def assert_values(config):
 @pytest.fixture
 def machine(monkeypatch):
     """A machine with or without GPUs, whatever this one is."""
-    return lambda cluster: monkeypatch.setattr(accelerator, "host_has_accelerator", lambda: cluster != "cpu")
+    return lambda cluster: monkeypatch.setattr(accelerator, "host_has_accelerator", lambda: "gpu" in cluster)
 
 
 def test_the_tables_cover_what_there_is():
@@ -198,7 +198,7 @@ def test_a_share_of_the_product():
     walk_all([random.Random(recipe).sample(PAIRS, 3) for recipe in RECIPES])
 
 
-@pytest.mark.product
+@pytest.mark.exhaustive
 @pytest.mark.timeout(5400)
 def test_the_whole_product():
     walk_all([PAIRS] * len(RECIPES))

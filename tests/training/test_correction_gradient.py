@@ -74,14 +74,14 @@ def test_and_on_two_ranks(folder):
     assert not failures(found), failures(found)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(1800)
 def test_the_whole_product_on_one_rank(bench):
     found = {name: differences(bench, case, micro_batches_of(1)) for name, case in every()}
     assert not failures(found), failures(found)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(1800)
 def test_the_whole_product_on_two_ranks(folder):
     found = correction_ranks.run(folder, "every")

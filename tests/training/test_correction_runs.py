@@ -1,7 +1,8 @@
 """Real runs of verl's two trainers: what the worker reports for each mini-batch is what its dumped batch gives again.
 
 All runs share one process and one Ray cluster; together they pair every trainer, mode and loss with each other and with
-every estimator, aggregation and setting below.
+every estimator, aggregation and setting below. Four of them, which meet every value of the first three, are in
+scripts/test.sh, all in scripts/test.sh --all.
 """
 
 from __future__ import annotations
@@ -14,12 +15,10 @@ import pytest
 import torch
 
 from tests.training.tiny import parquet
-from tests.training.verl_run import CONTRACT, overrides_of, run_together
+from tests.training.verl_run import CONTRACT, overrides_of, run_together, selected
 from verl_tim.correction import policy_loss
 from verl_tim.training.accelerator import host_has_accelerator
 from verl_tim.training.correction_config import of_mapping
-
-slow = pytest.mark.slow
 
 RC = "algorithm.rollout_correction"
 ACTOR = "actor_rollout_ref.actor"
@@ -107,6 +106,15 @@ PLANS = {
 }  # fmt: skip
 
 
+BRIEF = ("e", "h", "i", "j")
+NAMES = [pytest.param(name, marks=pytest.mark.slow if name in BRIEF else pytest.mark.exhaustive) for name in PLANS]
+
+
+def test_the_brief_ones_meet_every_side():
+    for side in ("trainer", "mode", "loss", "ranks"):
+        assert {getattr(PLANS[name], side) for name in BRIEF} == {getattr(plan, side) for plan in PLANS.values()}, side
+
+
 def test_the_runs_cover_the_pairs():
     sides = {"trainer": 2, "mode": 2, "loss": 2}
     others = {"estimator": 4, "aggregation": 4}
@@ -118,7 +126,7 @@ def test_the_runs_cover_the_pairs():
 
 
 @pytest.fixture(scope="module")
-def runs(folders, tmp_path_factory):
+def runs(request, folders, tmp_path_factory):
     if host_has_accelerator():
         pytest.skip("these runs are for a CPU")
     folder = tmp_path_factory.mktemp("together")
@@ -133,6 +141,7 @@ def runs(folders, tmp_path_factory):
             *plan.all_overrides,
         ]
         for name, plan in PLANS.items()
+        if name in selected(request, "name")
     }
     return run_together(folder, overrides)
 
@@ -167,9 +176,8 @@ def size_of_terms(batch: dict[str, Any], part: MiniBatch, aggregation: str) -> f
     )
 
 
-@slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_workers_loss_is_the_one_its_batch_gives_again(runs, name):
     run, plan = runs[name], PLANS[name]
     assert run.returncode == 0, run.output[-4000:]
@@ -230,8 +238,8 @@ def test_the_workers_loss_is_the_one_its_batch_gives_again(runs, name):
         assert shares == []
 
 
-@slow
-@pytest.mark.parametrize("name", ["h", "j"])
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", [name for name in NAMES if name.values[0] in ("h", "j")])
 def test_advantages_of_kept_rows_are_those_among_kept_rows(runs, name):
     """REINFORCE++ whitens over the tokens of the rows that count, to mean 0 and deviation 1."""
     run = runs[name]

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tests.training.tiny import parquet
-from tests.training.verl_run import CONTRACT, overrides_of, run_together
+from tests.training.verl_run import CONTRACT, overrides_of, run_together, selected
 from verl_tim.training.accelerator import host_has_accelerator
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.timeout(1200),
     pytest.mark.skipif(host_has_accelerator(), reason="these runs are for a CPU"),
 ]
@@ -21,7 +20,7 @@ RUNS = {"recompute": (), "reuse": REUSE, "legacy-recompute": LEGACY, "legacy-reu
 
 
 @pytest.fixture(scope="module")
-def runs(folders, tmp_path_factory):
+def runs(request, folders, tmp_path_factory):
     folder, data = tmp_path_factory.mktemp("together"), tmp_path_factory.mktemp("data")
     parquet(data / "train.parquet", 64)
     parquet(data / "val.parquet", 8, split="test", seed=1)
@@ -30,11 +29,14 @@ def runs(folders, tmp_path_factory):
         {
             name: [*overrides_of(folder / name, folders("qwen3_moe"), data, steps=STEPS), *CONTRACT, *more]
             for name, more in RUNS.items()
+            if name.removesuffix("recompute").removesuffix("reuse") in selected(request, "trainer")
         },
     )
 
 
-@pytest.mark.parametrize("trainer", ["", "legacy-"])
+@pytest.mark.parametrize(
+    "trainer", [pytest.param("", marks=pytest.mark.slow), pytest.param("legacy-", marks=pytest.mark.exhaustive)]
+)
 def test_reuse_is_recomputation_without_the_pass(runs, trainer):
     plain, reused = runs[f"{trainer}recompute"], runs[f"{trainer}reuse"]
     for run in (plain, reused):

@@ -1,7 +1,8 @@
 """Real GRPO runs of verl's two trainers on this machine's CPU, Ray processes and all.
 
-Each takes a minute or more. What must hold in every exact run: all log-prob bits agree at every step (so after weight
-updates, too), verl's own difference metric is 0.0, the trainer did recompute, and the manifest says what ran.
+Each takes a minute or more; `scripts/test.sh --all` makes those that are not marked slow. What must hold in every exact
+run: all log-prob bits agree at every step (so after weight updates, too), verl's own difference metric is 0.0, the
+trainer did recompute, and the manifest says what ran.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from tests.training.verl_run import CONTRACT, FP32, run_verl
 from verl_tim.training.accelerator import host_has_accelerator
 
 pytestmark = [
-    pytest.mark.slow,
     pytest.mark.timeout(1200),
     pytest.mark.skipif(host_has_accelerator(), reason="these runs are for a CPU"),
 ]
@@ -41,6 +41,9 @@ def assert_exact(run, steps=3):
     assert all(norm > 0 for norm in run.series("actor/grad_norm")), "the weights did not move"
 
 
+slow, exhaustive = pytest.mark.slow, pytest.mark.exhaustive
+
+
 @dataclass
 class Case:
     kind: str
@@ -48,14 +51,15 @@ class Case:
     ranks: int = 1
     replicas: int = 0  # where not one per rank
     split: tuple[int, int] = (1, 1)  # tensor and pipeline parallel ranks of a replica
+    always: bool = False  # in scripts/test.sh, too
 
 
 EXACT = {
     "V1, dense, bf16, packed, T 1.0, preemption": Case(
-        "qwen3", ("+actor_rollout_ref.rollout.engine_kwargs.vexact={page_size: 8, kv_cache_tokens: 176}",)
+        "qwen3", ("+actor_rollout_ref.rollout.engine_kwargs.vexact={page_size: 8, kv_cache_tokens: 176}",), always=True
     ),
     "V1, MoE, bf16, packed, T 0.6, two ranks and replicas": Case(
-        "qwen3_moe", ("actor_rollout_ref.rollout.temperature=0.6",), ranks=2
+        "qwen3_moe", ("actor_rollout_ref.rollout.temperature=0.6",), ranks=2, always=True
     ),
     "V1, MoE, bf16, packed, T 1.0, two ranks and one replica of two": Case(
         "qwen3_moe", ("actor_rollout_ref.rollout.tensor_model_parallel_size=2",), ranks=2, replicas=1, split=(2, 1)
@@ -66,6 +70,7 @@ EXACT = {
         ranks=2,
         replicas=1,
         split=(1, 2),
+        always=True,
     ),
     "legacy, dense, bf16, padded, T 1.0": Case(
         "qwen3", ("trainer.use_v1=false", "actor_rollout_ref.model.use_remove_padding=false")
@@ -98,7 +103,9 @@ def exact_run(folders, data, tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=slow if case.always else exhaustive) for name, case in EXACT.items()]
+)
 def test_every_bit_agrees(exact_run, name):
     run, case = exact_run(name), EXACT[name]
     assert_exact(run)
@@ -121,6 +128,7 @@ def test_every_bit_agrees(exact_run, name):
     assert all(sample["uid"] is not None and sample["ground_truth"] for sample in samples)
 
 
+@exhaustive
 def test_a_rerun_draws_the_same_tokens_whatever_the_batching(exact_run, folders, data, tmp_path):
     """Same seeds, so: preempted or not, the same run; and both trainers start alike."""
     preempted = exact_run("V1, dense, bf16, packed, T 1.0, preemption")
@@ -136,6 +144,7 @@ def test_a_rerun_draws_the_same_tokens_whatever_the_batching(exact_run, folders,
     assert again.series("critic/score/mean")[0] == pytest.approx(legacy.series("critic/score/mean")[0])
 
 
+@exhaustive
 def test_a_stock_rollout_mismatches_and_validation_is_greedy(folders, data, tmp_path):
     run = run_verl(
         tmp_path, folders("qwen3"), data, *CONTRACT, "trainer.val_before_train=true", rollout="stock", steps=2
@@ -163,6 +172,7 @@ server.EngineServer.generate = generate
 """
 
 
+@slow
 def test_one_ulp_stops_the_run(folders, data, tmp_path):
     run = run_verl(tmp_path, folders("qwen3"), data, *CONTRACT, modules={"one_ulp": ONE_ULP})
     assert run.returncode != 0
@@ -190,6 +200,7 @@ server.EngineServer.receive_weights = after_the_first
 """
 
 
+@slow
 def test_a_broken_receiver_ends_a_run_of_two_ranks(folders, data, tmp_path):
     """The other rank gathers on, and the trainer hears of it instead of waiting for ever."""
     run = run_verl(tmp_path, folders("qwen3"), data, *CONTRACT, ranks=2, modules={"broken_receiver": BROKEN_RECEIVER})
@@ -197,6 +208,7 @@ def test_a_broken_receiver_ends_a_run_of_two_ranks(folders, data, tmp_path):
     assert "planted: the receiver broke" in run.output
 
 
+@slow
 def test_standalone_replicas_load_the_checkpoint_and_serve(folders, data, tmp_path):
     """verl's other placement: servers of their own, without a trainer beside them."""
     script = tmp_path / "standalone.py"

@@ -7,8 +7,13 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import pytest
+
+from verl_tim.launch.process import end_tree
 
 CONTRACT = (
     "actor_rollout_ref.model.use_fused_kernels=true",
@@ -25,6 +30,16 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kw
     text = solution_str or ""
     return sum(character.isdigit() for character in text) / max(1, len(text))
 """
+
+
+# verl takes a free port for its process group and opens it later; another process may have it by then.
+LOST_PORT = "Gloo connectFullMesh failed"
+
+
+def selected(request: pytest.FixtureRequest, argument: str) -> set[str]:
+    """A parametrized argument's values in the chosen tests of this module: what a shared fixture must make."""
+    calls = (getattr(item, "callspec", None) for item in request.session.items if item.path == request.path)
+    return {call.params[argument] for call in calls if call is not None and argument in call.params}
 
 
 @dataclass
@@ -112,6 +127,8 @@ def overrides_of(
 def ray_environment(**environment: str) -> list[str]:
     """Overrides that hand environment variables to every process of a run."""
     variables = {"OMP_NUM_THREADS": "1", "TQ_NUM_THREADS": "2", **environment}
+    if sys.platform == "linux":  # else Gloo takes the address of the host's name, whatever that leads to
+        variables["GLOO_SOCKET_IFNAME"] = "lo"
     return [f"+ray_kwargs.ray_init.runtime_env.env_vars.{name}='{value}'" for name, value in variables.items()]
 
 
@@ -124,21 +141,18 @@ def run_verl(
     ranks: int = 1,
     steps: int = 3,
     modules: dict[str, str] | None = None,
-    timeout: float = 900,
+    timeout: float = 480,
 ) -> Run:
     """`python -m verl.trainer.main_ppo` in `folder`.
 
     Args:
         overrides: Hydra overrides, after the common ones.
         modules: name -> source of modules that every verl process imports (faults to plant).
+        timeout: seconds; a run takes one to two minutes on two cores.
     """
     common = overrides_of(folder, model, data, rollout=rollout, ranks=ranks, steps=steps)
     process_environment = {**os.environ, "HYDRA_FULL_ERROR": "1", "OMP_NUM_THREADS": "1"}
-    if modules:
-        for name, source in modules.items():
-            (folder / f"{name}.py").write_text(source)
-        process_environment["PYTHONPATH"] = str(folder)
-        process_environment["VERL_USE_EXTERNAL_MODULES"] = ",".join(modules)
+    process_environment |= _planted(folder, modules)
     metrics = folder / "metrics.jsonl"
     command = [
         sys.executable,
@@ -150,39 +164,64 @@ def run_verl(
         *overrides,
     ]
     began = time.monotonic()
-    done = subprocess.run(
-        command, cwd=folder, env=process_environment, capture_output=True, text=True, timeout=timeout, errors="replace"
-    )
-    output = done.stdout + done.stderr
-    (folder / "log.txt").write_text(output)
-    return Run(folder, done.returncode, output, time.monotonic() - began, metrics)
+    returncode, output = to_its_end(command, folder, process_environment, timeout)
+    if LOST_PORT in output:
+        metrics.unlink(missing_ok=True)
+        returncode, output = to_its_end(command, folder, process_environment, timeout)
+    return Run(folder, returncode, output, time.monotonic() - began, metrics)
 
 
-def run_together(folder: Path, runs: dict[str, list[str]], timeout: float = 1500) -> dict[str, Run]:
+def to_its_end(
+    command: Sequence[str], folder: Path, environment: Mapping[str, str], timeout: float, cwd: Path | None = None
+) -> tuple[int, str]:
+    """(exit code, everything printed) of a command, which is kept in `folder`/log.txt too.
+
+    A run that hangs fails its test with what it said last, and nothing of it is left to slow down the next one.
+    """
+    log = folder / "log.txt"
+    with log.open("wb") as sink:
+        child = subprocess.Popen(command, cwd=cwd or folder, env=environment, stdout=sink, stderr=subprocess.STDOUT)
+        try:
+            returncode = child.wait(timeout)
+        except BaseException as error:
+            end_tree(child)
+            if isinstance(error, subprocess.TimeoutExpired):
+                said = log.read_text(encoding="utf-8", errors="replace")
+                pytest.fail(f"not at its end after {timeout:.0f} s; it said last:\n{said[-6000:]}", pytrace=False)
+            raise
+    return returncode, log.read_text(encoding="utf-8", errors="replace")
+
+
+def _planted(folder: Path, modules: dict[str, str] | None) -> dict[str, str]:
+    """Write modules into a folder; the environment under which verl imports them in each of its processes."""
+    for name, source in (modules or {}).items():
+        (folder / f"{name}.py").write_text(source)
+    return {"PYTHONPATH": str(folder), "VERL_USE_EXTERNAL_MODULES": ",".join(modules)} if modules else {}
+
+
+def run_together(folder: Path, runs: dict[str, list[str]], *, modules: dict[str, str] | None = None) -> dict[str, Run]:
     """Several runs of verl one after another in one process and one Ray cluster, which spares each its start.
 
     Args:
         runs: name -> all Hydra overrides of a run (`overrides_of` and others); its run folder is `folder`/name.
+        modules: name -> source of modules that every verl process imports (faults to plant).
     """
     folder.mkdir(parents=True, exist_ok=True)
+    process_environment = {**os.environ, "HYDRA_FULL_ERROR": "1", "OMP_NUM_THREADS": "1"}
+    process_environment |= _planted(folder, modules)
     environment = ray_environment(VERL_FILE_LOGGER_ROOT=str(folder / "metrics"))
     named = {
         name: [*overrides, *environment, "trainer.project_name=together", f"trainer.experiment_name={name}"]
         for name, overrides in runs.items()
     }
     (folder / "runs.json").write_text(json.dumps(named))
-    root = Path(__file__).resolve().parents[2]
-    done = subprocess.run(
+    _, output = to_its_end(
         [sys.executable, "-m", "tests.training.verl_together", str(folder)],
-        cwd=root,
-        env={**os.environ, "HYDRA_FULL_ERROR": "1", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        errors="replace",
+        folder,
+        process_environment,
+        timeout=240 + 180 * len(runs),
+        cwd=Path(__file__).resolve().parents[2],
     )
-    output = done.stdout + done.stderr
-    (folder / "log.txt").write_text(output)
     results = json.loads((folder / "results.json").read_text()) if (folder / "results.json").exists() else {}
     made = {}
     for name in runs:

@@ -12,6 +12,8 @@ import ray
 from hydra import compose, initialize_config_module
 from verl.trainer.main_ppo import main as run_verl
 
+from tests.training.verl_run import LOST_PORT
+
 
 def free_the_cluster(seconds: float = 60) -> None:
     """Take back what the last run held: verl names its placement groups, and the next run uses the same names.
@@ -43,10 +45,6 @@ def run_once(overrides: list[str]) -> str:
     except Exception:
         return traceback.format_exc()
     return ""
-
-
-# verl takes a free port for its process group and opens it later; another process may have it by then.
-LOST_PORT = "Gloo connectFullMesh failed"
 
 
 def main(folder: Path) -> None:
