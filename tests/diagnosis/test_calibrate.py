@@ -19,11 +19,11 @@ from verl_tim.cli import app
 from verl_tim.commands.calibrate import how_to_use
 from verl_tim.correction import RolloutCorrectionConfig, correct
 from verl_tim.diagnosis.calibrate import (
-    RULES,
     CalibrationError,
     Candidate,
     Figures,
     calibrate,
+    calibrated_rules,
     choose,
     figures,
     thresholds,
@@ -70,7 +70,7 @@ def test_a_skew_within_its_error_is_said_to_be_chance(found, tmp_path, pair):
 
 
 def test_every_rule_is_tried_and_nothing_exact_is_rejected(found):
-    assert {candidate.rule for candidate in found.candidates} == set(RULES)
+    assert {candidate.rule for candidate in found.candidates} == set(calibrated_rules())
     assert all(candidate.exact_rejected == 0 for candidate in found.candidates)
     assert all(c.admitted == (c.mismatch.rejected <= 0.02) for c in found.candidates)
 
@@ -225,7 +225,7 @@ def test_the_page_shows_criterion_choice_and_every_threshold(found):
     assert page.text.count("chosen") >= 1
     figures = page.data()["figures"]
     assert figures.keys() == {"skew", "effective"}
-    assert {trace["name"] for trace in figures["skew"]["data"]} == set(RULES)
+    assert {trace["name"] for trace in figures["skew"]["data"]} == set(calibrated_rules())
     assert figures["skew"]["layout"]["shapes"][0]["x0"] == 0.02
     assert "zero-mismatch sequences rejected" in page.text
 

@@ -7,7 +7,7 @@ import json
 import pytest
 from fake_runs import write_run
 
-from verl_tim.diagnosis.run_folder import RunFolder, RunFolderError, Sample
+from verl_tim.diagnosis.run_folder import RunFolder, RunFolderError, Sample, attempt_number
 
 CONFIG = {"tim": {"run_dir": "x"}, "trainer": {"total_training_steps": 5, "lr": 1e-3}}
 
@@ -71,6 +71,25 @@ def test_the_same_run_may_resume_and_keeps_its_earlier_metrics(folder):
     metrics_file(folder, line(5, a=50.0))
     assert resumed.metrics().series("a") == ([1, 2, 3, 4, 5], [1.0, 2.0, 30.0, 40.0, 50.0])
     assert sorted(p.name for p in folder.glob("metrics*")) == ["metrics.1.jsonl", "metrics.2.jsonl", "metrics.jsonl"]
+
+
+def test_what_a_killed_attempt_did_after_its_checkpoint_is_left_out(folder):
+    """It died in step 4 and goes on from the checkpoint of step 1; the second attempt dies in step 3."""
+    metrics_file(folder, line(1, a=1.0), line(2, a=2.0, only_then=1.0), line(3, a=3.0))
+    run = RunFolder(folder)
+    run.add_samples(Sample(step=step, prompt=f"p{step}", response="first") for step in (1, 1, 2, 3, 4))
+    (folder / "train.log").write_text("first")
+    RunFolder.create(folder, CONFIG, resume=True)
+    # until the new attempt has logged, the old one is what there is
+    assert run.metrics().series("a") == ([1, 2, 3], [1.0, 2.0, 3.0])
+    assert [sample.step for sample in run.samples()] == [1, 1, 2, 3, 4]
+    metrics_file(folder, line(1, val=0.5), line(2, a=20.0))
+    run.add_samples([Sample(step=2, prompt="p2", response="second")])
+    assert run.metrics().series("a") == ([1, 2], [1.0, 20.0])
+    assert run.metrics().series("val") == ([1], [0.5])
+    assert [(sample.step, sample.response) for sample in run.samples()] == [(1, "first"), (1, "first"), (2, "second")]
+    assert (folder / "train.1.log").read_text() == "first"
+    assert attempt_number(folder) == 2
 
 
 def test_another_run_may_not_resume(folder):

@@ -48,7 +48,9 @@ def offline(tmp_path_factory):
         "import json, sys, wandb\n"
         "wandb.init(project='p', name='n', config={'long': 'x' * 100_000}, dir=sys.argv[1])\n"
         "for line in json.loads(sys.stdin.read()):\n"
-        "    wandb.log({**line['data'], 'note': 'text', 'actor/bad': float('nan')}, step=line['step'])\n"
+        "    table = wandb.Table(columns=['step'], data=[[1]])\n"
+        "    others = {'note': 'text', 'actor/bad': float('nan'), 'val/generations': table}\n"
+        "    wandb.log({**line['data'], **others}, step=line['step'])\n"
         "wandb.finish()\n"
     )
     environment = {**os.environ, "WANDB_MODE": "offline", "WANDB_SILENT": "true"}

@@ -35,7 +35,7 @@ def command(
     """Calibrate."""
     import re
 
-    from verl_tim.diagnosis.calibrate import RULES, CalibrationError, calibrate, write_json
+    from verl_tim.diagnosis.calibrate import CalibrationError, calibrate, write_json
     from verl_tim.diagnosis.calibrate_page import bound, render_calibration
     from verl_tim.diagnosis.formats import percent, short
     from verl_tim.diagnosis.token_dump import TokenDumpError
@@ -43,7 +43,7 @@ def command(
 
     with bad_input():
         try:
-            found = calibrate(mismatch_run, exact_run, max_share=max_share, rules=rule or RULES, steps=step)
+            found = calibrate(mismatch_run, exact_run, max_share=max_share, rules=rule or None, steps=step)
         except (CalibrationError, TokenDumpError) as error:
             raise LaunchError.of("calibrate", str(error), "see docs/diagnosis.md, Calibrate") from error
     write_json(found, out / "calibrate.json")

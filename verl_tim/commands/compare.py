@@ -47,6 +47,13 @@ def command(
     band_steps: Annotated[int, typer.Option(help="Logged steps in a row outside the band that count.")] = 3,
     out: Annotated[Path, typer.Option(help="Folder for compare.html and compare.json.")] = Path("."),
     png: Annotated[bool, typer.Option("--png", help="Write compare.png too.")] = False,
+    to_wandb: Annotated[
+        bool,
+        typer.Option("--wandb", help="Log page and files to wandb, beside the runs: an artifact and a panel."),
+    ] = False,
+    wandb_project: Annotated[
+        str | None, typer.Option(metavar="PROJECT", help="Project for --wandb; default: that of the runs.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the JSON instead of the table.")] = False,
 ) -> None:
     """Compare."""
@@ -66,6 +73,25 @@ def command(
         stdout().print(comparison.table())
     for title, path in zip(("JSON", "page", "picture"), paths, strict=False):
         stderr().print(f"{title}: {path.absolute()}", soft_wrap=True)
+    if to_wandb or wandb_project:
+        with bad_input():
+            stderr().print(f"wandb: {_send(comparison, paths, out, wandb_project)}", soft_wrap=True)
+
+
+def _send(comparison: Comparison, paths: list[Path], folder: Path, project: str | None) -> str:
+    from verl_tim.diagnosis.wandb_report import WandbReportError, send
+    from verl_tim.launch.errors import LaunchError
+
+    try:
+        return send(comparison, paths, folder, project)
+    except WandbReportError as error:
+        problem, _, remedy = str(error).partition(": ")
+        raise LaunchError.of("--wandb", problem, remedy) from error
+    except Exception as error:
+        if not type(error).__module__.startswith("wandb"):
+            raise
+        remedy = "wandb login, or WANDB_MODE=offline and later wandb sync"
+        raise LaunchError.of("--wandb", str(error).splitlines()[0], remedy) from error
 
 
 def compare_runs(runs: list[Path], names: list[str] | None = None, options: Options | None = None) -> Comparison:

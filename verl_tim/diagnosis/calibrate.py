@@ -18,19 +18,22 @@ from typing import Any
 import numpy as np
 import yaml
 
-from verl_tim.correction import RULE_NAMES, Band, RolloutCorrectionConfig, correct
+from verl_tim.correction import Band, RolloutCorrectionConfig, correct
 from verl_tim.correction.rejection import verdicts
-from verl_tim.correction.rules import takes_band
+from verl_tim.correction.rules import rule_names, takes_band
 from verl_tim.correction.tokens import prepare_tokens
 from verl_tim.diagnosis.dumped import Dumped
 from verl_tim.diagnosis.halves import CalibrationError, Half, enough, halves, part_of
 
-# opsm looks at the current policy, not at trainer over rollout.
-RULES = tuple(name for name in RULE_NAMES if name != "opsm")
 # Tokens that a threshold would reject, as shares: from a little below what is allowed to far above.
 SHARES = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.007, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.4)
 TRUNCATION = 2.0
 DIGITS = 3
+
+
+def calibrated_rules() -> tuple[str, ...]:
+    """Rules with a threshold on trainer over rollout; opsm looks at the current policy."""
+    return tuple(name for name in rule_names() if name != "opsm")
 
 
 @dataclass(frozen=True)
@@ -183,7 +186,7 @@ def calibrate(
     exact_run: str | Path,
     *,
     max_share: float = 0.01,
-    rules: Sequence[str] = RULES,
+    rules: Sequence[str] | None = None,
     steps: Sequence[int] | None = None,
 ) -> Calibration:
     """Try rules and thresholds on both runs and choose.
@@ -191,7 +194,7 @@ def calibrate(
     Args:
         mismatch_run, exact_run: run folders with token dumps.
         max_share: of the mismatching run's tokens that may be rejected, in (0, 1).
-        rules: of `RULES`.
+        rules: of `calibrated_rules`; None: all of them.
         steps: dumped steps to read; None: all.
     Raises:
         CalibrationError: a share or rule that is none, too little data, log-probs that were not recorded, or runs in
@@ -200,9 +203,11 @@ def calibrate(
     """
     if not 0 < max_share < 1:
         raise CalibrationError(f"--max-share is {max_share}: give a share between 0 and 1, for example 0.01")
-    unknown = [rule for rule in rules if rule not in RULES]
+    known = calibrated_rules()
+    rules = known if rules is None else rules
+    unknown = [rule for rule in rules if rule not in known]
     if unknown or not rules:
-        raise CalibrationError(f"rule {unknown[0] if unknown else None!r} is none of {', '.join(RULES)}")
+        raise CalibrationError(f"rule {unknown[0] if unknown else None!r} is none of {', '.join(known)}")
     mismatch, exact = Dumped.read(mismatch_run, steps), Dumped.read(exact_run, steps)
     fit, check = halves(mismatch)
     reference = part_of(exact, np.ones(exact.sequences, bool))

@@ -25,7 +25,7 @@ from verl_tim.diagnosis.early_warning import BandRule, Departure, early_warning
 from verl_tim.diagnosis.groups import SEED_KEY, Group, named_groups, seed_groups
 from verl_tim.diagnosis.manifest import Difference, Manifest, diff
 from verl_tim.diagnosis.metric_log import MetricLog, RunFolderError
-from verl_tim.diagnosis.run import Run
+from verl_tim.diagnosis.run import Run, tracked_name
 from verl_tim.diagnosis.smoothing import Smoothing
 from verl_tim.diagnosis.speed import Speed, speed
 from verl_tim.diagnosis.verdict import Exactness, Verdict, exactness, judge
@@ -241,10 +241,12 @@ def summarise(runs: Sequence[Run]) -> list[Row]:
 
 
 def distinct_names(paths: Sequence[Path]) -> list[str]:
-    """Folder names, lengthened by parent folders until they differ."""
+    """Folder names, lengthened by parent folders until they differ; of a folder that wandb wrote wandb's name."""
+    told = [tracked_name(path) for path in paths]
     depth = 1
     while True:
-        names = ["/".join(path.parts[-depth:]) for path in paths]
+        folders = ["/".join(path.parts[-depth:]) for path in paths]
+        names = [name or folder for name, folder in zip(told, folders, strict=True)] if depth == 1 else folders
         if len(set(names)) == len(names) or depth > max(len(path.parts) for path in paths):
             return names
         depth += 1

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from verl_tim.diagnosis.manifest import Difference, differing_keys, flatten
+from verl_tim.diagnosis.trackers import TRACKER_KEYS
 
 ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -30,8 +31,8 @@ ROLLOUT_KEYS = re.compile(
 # Names, places and reporting.
 INCIDENTAL_KEYS = re.compile(
     r"""
-    tim\.run_dir | tim\.dump\..* | tim\.samples\..* | tim\.cache_dir
-    | trainer\.(experiment_name | project_name | default_local_dir | logger | save_freq | rollout_data_dir |
+    tim\.run_dir | tim\.launch\..* | tim\.restarts\..* | tim\.dump\..* | tim\.samples\..* | tim\.cache_dir
+    | trainer\.(experiment_name | project_name | default_local_dir | save_freq | rollout_data_dir | val_before_train |
         validation_data_dir | log_val_generations | max_(actor|critic)_ckpt_to_keep | resume_mode | resume_from_path)
     | .*\.trace\.(experiment_name | project_name) | hydra\..*
     | ray_kwargs\.ray_init\.(_temp_dir | address | dashboard_.*)
@@ -53,7 +54,7 @@ def diff_configs(configs: Mapping[str, Mapping[str, Any]], *, include_rollout: b
     flats = {name: _without_run_dir(flatten(config)) for name, config in configs.items()}
     found = []
     for difference in differing_keys(flats):
-        if INCIDENTAL_KEYS.fullmatch(difference.key):
+        if INCIDENTAL_KEYS.fullmatch(difference.key) or TRACKER_KEYS.fullmatch(difference.key):
             continue
         of_rollout = ROLLOUT_KEYS.fullmatch(difference.key) is not None
         if include_rollout or not of_rollout:

@@ -107,6 +107,26 @@ class ProcessFacts:
 FACT_TYPES: dict[str, Any] = get_type_hints(ProcessFacts)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a process ran. Never compared between runs.
+
+    Attributes:
+        node: Ray's id of the node; nodes may share an address.
+        ip: the node's address.
+        host: the node's name for itself.
+        pid: of the process.
+    """
+
+    node: str
+    ip: str
+    host: str
+    pid: int
+
+    def __str__(self) -> str:
+        return f"node {self.ip} ({self.host}, {self.node[:8]}), pid {self.pid}"
+
+
 @dataclass(frozen=True)
 class Side:
     """All processes of one side. `facts` are common to all of them; what a process reports differently stands under its
@@ -116,14 +136,26 @@ class Side:
         processes: names in the order given ("actor 0", "server 1", ...), at least one.
         facts: facts of the first process.
         different: process name -> {dotted key: its value} where it disagrees with `facts`.
+        places: process name -> where it ran; empty where nobody asked.
     """
 
     processes: list[str]
     facts: ProcessFacts
     different: dict[str, dict[str, Any]] = field(default_factory=dict)
+    places: dict[str, Place] = field(default_factory=dict)
+
+    @property
+    def nodes(self) -> list[str]:
+        """Ray's ids of the nodes that hold these processes, in the order of the processes."""
+        return list(dict.fromkeys(place.node for place in self.places.values()))
 
     @classmethod
-    def merge(cls, described: Mapping[str, Mapping[str, Any] | ProcessFacts], side: str) -> Side:
+    def merge(
+        cls,
+        described: Mapping[str, Mapping[str, Any] | ProcessFacts],
+        side: str,
+        places: Mapping[str, Place] | None = None,
+    ) -> Side:
         """Merge the `describe()` dicts of one side's processes.
 
         Raises:
@@ -143,7 +175,7 @@ class Side:
             own = {key: flat.get(key) for key in sorted(flat.keys() | base.keys()) if flat.get(key) != base.get(key)}
             if own:
                 different[name] = own
-        return cls(list(everyone), first, different)
+        return cls(list(everyone), first, different, dict(places or {}))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +191,8 @@ class RunFacts:
     algorithm: str | None = None  # advantage estimator
     seed: int | None = None
     started: str | None = None  # ISO 8601, with offset
+    attempt: int = 1  # 2 and more: starts again in a folder that holds the run so far
+    resumed_from: int | None = None  # step of the checkpoint that this attempt goes on from
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,6 +206,7 @@ class Manifest:
             "reuse" (the rollout's stand for the trainer's, to which they are equal).
         correction: every key of the resolved correction with its threshold.
         routing_replay: the mode in use, or None.
+        deterministic: with `tim.deterministic`, what each process answered when asked (`processes`); empty otherwise.
     """
 
     run: RunFacts
@@ -180,6 +215,7 @@ class Manifest:
     old_log_probs: OldLogProbs
     correction: dict[str, Any] = field(default_factory=dict)
     routing_replay: str | None = None
+    deterministic: dict[str, Any] = field(default_factory=dict)
     format: int = FORMAT
 
     @classmethod
@@ -192,8 +228,13 @@ class Manifest:
         old_log_probs: OldLogProbs,
         correction: Mapping[str, Any] | None = None,
         routing_replay: str | None = None,
+        deterministic: Mapping[str, Any] | None = None,
+        places: Mapping[str, Place] | None = None,
     ) -> Manifest:
         """Build a manifest from the `describe()` dicts of running processes, by process name.
+
+        Args:
+            places: of processes of both sides, by their names.
 
         Raises:
             ManifestError: a side without processes, a missing or ill-typed fact, an unknown key of `run`.
@@ -203,11 +244,12 @@ class Manifest:
             raise ManifestError(f"old_log_probs must be one of {known}, got {old_log_probs!r}")
         return cls(
             run=run if isinstance(run, RunFacts) else _build(RunFacts, dict(run), "run"),
-            trainer=Side.merge(trainer, "trainer"),
-            rollout=Side.merge(rollout, "rollout"),
+            trainer=Side.merge(trainer, "trainer", _of(trainer, places)),
+            rollout=Side.merge(rollout, "rollout", _of(rollout, places)),
             old_log_probs=old_log_probs,
             correction=_plain(dict(correction or {}), "correction"),
             routing_replay=routing_replay,
+            deterministic=_plain(dict(deterministic or {}), "deterministic"),
         )
 
     @property
@@ -247,10 +289,22 @@ class Manifest:
             content = json.loads(path.read_text(encoding="utf-8"))
         except json.JSONDecodeError as error:
             raise ManifestError(f"{path} is not JSON: {error}") from error
-        if not isinstance(content, dict):
-            raise ManifestError(f"{path} does not hold a manifest: expected an object, got {type(content).__name__}")
+        try:
+            return cls.of_dict(content)
+        except ManifestError as error:
+            raise ManifestError(f"{path}: {error}") from error
+
+    @classmethod
+    def of_dict(cls, content: Any) -> Manifest:
+        """What `to_dict` gave.
+
+        Raises:
+            ManifestError: not a manifest of this format; the message names the key.
+        """
+        if not isinstance(content, Mapping):
+            raise ManifestError(f"no manifest: expected an object, got {type(content).__name__}")
         if content.get("format") != FORMAT:
-            raise ManifestError(f"{path}: format {content.get('format')!r} is not known here (expected {FORMAT})")
+            raise ManifestError(f"format {content.get('format')!r} is not known here (expected {FORMAT})")
         try:
             return cls(
                 run=_build(RunFacts, content.get("run"), "run"),
@@ -259,11 +313,10 @@ class Manifest:
                 old_log_probs=content["old_log_probs"],
                 correction=dict(content.get("correction") or {}),
                 routing_replay=content.get("routing_replay"),
+                deterministic=dict(content.get("deterministic") or {}),
             )
         except KeyError as error:
-            raise ManifestError(f"{path}: key {error.args[0]!r} is missing") from error
-        except ManifestError as error:
-            raise ManifestError(f"{path}: {error}") from error
+            raise ManifestError(f"key {error.args[0]!r} is missing") from error
 
 
 @dataclass(frozen=True)
@@ -305,7 +358,7 @@ ROLLOUT_IDENTITY = frozenset(
 )
 ROLLOUT_IDENTITY_ENVIRONMENT = ("VLLM_",)
 # Different in every run and of no consequence for its numbers.
-INCIDENTAL = frozenset({"run.name", "run.started", "format"})
+INCIDENTAL = frozenset({"run.name", "run.started", "run.attempt", "run.resumed_from", "format"})
 
 
 def diff(manifests: Mapping[str, Manifest], *, include_rollout: bool = False) -> list[Difference]:
@@ -344,6 +397,8 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _comparable(manifest: Manifest) -> dict[str, Any]:
     tree = manifest.to_dict()
+    # what each process answered is for `same`; here whether it was asked
+    tree["deterministic"] = bool(tree["deterministic"])
     for name in ("trainer", "rollout"):
         side = tree.pop(name)
         tree[name] = side["facts"] | {"processes": len(side["processes"]), "disagreements": side["different"]}
@@ -359,6 +414,10 @@ def _is_rollout(key: str) -> bool:
     if rest.partition(".")[0] in ROLLOUT_IDENTITY:
         return True
     return rest.startswith(tuple(f"determinism.{name}" for name in ROLLOUT_IDENTITY_ENVIRONMENT))
+
+
+def _of(described: Mapping[str, Any], places: Mapping[str, Place] | None) -> dict[str, Place]:
+    return {name: place for name, place in (places or {}).items() if name in described}
 
 
 def _required(f: dataclasses.Field[Any]) -> bool:
@@ -393,6 +452,10 @@ def _read_side(content: Any, where: str) -> Side:
         processes=list(content["processes"]),
         facts=_build(ProcessFacts, content["facts"], f"{where}.facts"),
         different={name: dict(own) for name, own in (content.get("different") or {}).items()},
+        places={
+            name: _build(Place, place, f"{where}.places.{name}")
+            for name, place in (content.get("places") or {}).items()
+        },
     )
 
 

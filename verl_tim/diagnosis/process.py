@@ -31,10 +31,13 @@ DETERMINISM_VARIABLES = (
     "NCCL_P2P_NET_DISABLE",
     "NCCL_PROTO",
     "NCCL_SOCKET_NTHREADS",
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO",
     "NVIDIA_TF32_OVERRIDE",
     "OMP_NUM_THREADS",
     "PYTHONHASHSEED",
+    "TORCHINDUCTOR_DETERMINISTIC",
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+    "VERL_DISABLE_FLASH_ATTN_CE",
     "VLLM_ATTENTION_BACKEND",
     "VLLM_BATCH_INVARIANT",
 )
@@ -64,7 +67,7 @@ def package_versions(packages: tuple[str, ...] = PACKAGES) -> dict[str, str]:
     return versions
 
 
-def _processor() -> str:
+def processor() -> str:
     """The CPU's model name."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -125,6 +128,6 @@ def process_facts(device: torch.device | str = "cpu", environ: Mapping[str, str]
         if torch.distributed.is_available() and torch.cuda.nccl.is_available([torch.zeros(1, device=device)]):
             facts["versions"]["nccl"] = ".".join(str(part) for part in torch.cuda.nccl.version())
     else:
-        facts["device"] = _processor()
+        facts["device"] = processor()
         facts["torch_flags"]["cpu_capability"] = torch.backends.cpu.get_cpu_capability()
     return facts

@@ -10,8 +10,9 @@ from typing import Any
 from verl_tim.diagnosis.config_diff import correction_name
 from verl_tim.diagnosis.manifest import Manifest
 from verl_tim.diagnosis.metric_log import MetricLog, read_metrics_file
-from verl_tim.diagnosis.run_folder import RunFolder, Sample
+from verl_tim.diagnosis.run_folder import RunFolder, Sample, holds_run
 from verl_tim.diagnosis.speed import step_seconds
+from verl_tim.diagnosis.trackers import read_wandb_run
 
 UNKNOWN = "unknown"
 
@@ -46,6 +47,10 @@ class Run:
             return cls(name or file.stem, file, UNKNOWN, UNKNOWN, None, log, None, None, [])
         folder = RunFolder(path)
         manifest, config = folder.manifest(), folder.config()
+        if manifest is None and config is None:
+            told = read_wandb_run(folder.path)
+            if told is not None:
+                name, config, manifest = name or told.name, *_of_tracker(told.config)
         rollout = correction = numerics = None
         if manifest is not None:
             rollout, correction = manifest.run.rollout, manifest.run.correction
@@ -91,3 +96,20 @@ class Run:
             _, values = self.log.series(name)
             table[name] = {"first": values[0], "last": values[-1], "max": max(values), "mean": fmean(values)}
         return table
+
+
+def tracked_name(path: Path) -> str | None:
+    """What a tracker calls the run whose folder it wrote; None for a run folder, or where no tracker says it."""
+    if not path.is_dir() or holds_run(path):
+        return None
+    told = read_wandb_run(path)
+    return None if told is None else told.name
+
+
+def _of_tracker(config: dict[str, Any]) -> tuple[dict[str, Any] | None, Manifest | None]:
+    """The run's config and manifest out of what a tracker was given; neither of a run that is not verl's."""
+    if "actor_rollout_ref" not in config:
+        return None, None
+    tim = dict(config.get("tim") or {})
+    manifest = tim.pop("manifest", None)
+    return {**config, "tim": tim}, None if manifest is None else Manifest.of_dict(manifest)

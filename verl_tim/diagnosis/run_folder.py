@@ -19,7 +19,9 @@ import yaml
 
 from verl_tim.diagnosis.manifest import MANIFEST_NAME, Manifest, flatten
 from verl_tim.diagnosis.metric_log import MetricLog, Record, RunFolderError, read_json_lines, read_metrics_file
+from verl_tim.diagnosis.process import DETERMINISM_VARIABLES
 from verl_tim.diagnosis.trackers import (
+    TRACKER_KEYS,
     read_tensorboard_metrics,
     read_wandb_metrics,
     tensorboard_folder,
@@ -29,9 +31,13 @@ from verl_tim.diagnosis.trackers import (
 CONFIG_NAME = "config.yaml"
 METRICS_NAME = "metrics.jsonl"
 SAMPLES_NAME = "samples.jsonl"
+LOG_NAME = "train.log"  # what verl and Ray printed
 RUN_FILES = (CONFIG_NAME, MANIFEST_NAME, METRICS_NAME, SAMPLES_NAME)
 
-# Keys that a resumed run may change and still be the same run.
+# What a resumed run writes anew; the files of earlier attempts are kept under a number.
+ATTEMPT_FILES = (CONFIG_NAME, MANIFEST_NAME, METRICS_NAME, SAMPLES_NAME, LOG_NAME)
+
+# Keys that a resumed run may change and still be the same run, beside those of its trackers (TRACKER_KEYS).
 RESUMABLE_KEYS = frozenset(
     {
         "trainer.resume_mode",
@@ -43,9 +49,21 @@ RESUMABLE_KEYS = frozenset(
         "trainer.save_freq",
         "trainer.max_actor_ckpt_to_keep",
         "trainer.max_critic_ckpt_to_keep",
-        "trainer.logger",
+        "tim.restarts.limit",
+        "tim.restarts.wait",
+        "ray_kwargs.ray_init.address",
     }
 )
+# Where and how it is started, beside them: the scheduler's settings, and variables of a shell that decide no number.
+_START_KEYS = re.compile(r"tim\.launch\..* | ray_kwargs\.ray_init\.runtime_env\.env_vars\.(?P<variable>.*)", re.VERBOSE)
+
+
+def is_resumable(key: str) -> bool:
+    """Whether a resumed run may have another value there and still be the same run."""
+    start = _START_KEYS.fullmatch(key)
+    if start is not None:
+        return start["variable"] not in DETERMINISM_VARIABLES
+    return key in RESUMABLE_KEYS or TRACKER_KEYS.fullmatch(key) is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,15 +92,21 @@ class Sample:
 
 
 def read_jsonl_metrics(folder: Path) -> MetricLog | None:
-    """The log from `metrics.jsonl` and its earlier parts `metrics.1.jsonl`, ...; None when there is none."""
-    paths = [*_earlier_parts(folder, METRICS_NAME), *(p for p in (folder / METRICS_NAME,) if p.exists())]
+    """The log from `metrics.jsonl` and its earlier parts `metrics.1.jsonl`, ...; None when there is none.
+
+    A resumed run does the steps after its checkpoint again, so what an earlier part says of later steps than the first
+    of a later part is of a past that did not come to be, and is left out.
+    """
+    paths = _parts(folder, METRICS_NAME)
     if not paths:
         return None
     records: list[Record] = []
     torn = False
     for path in paths:
         part, torn = read_metrics_file(path)
-        records += part
+        first = min((record.step for record in part), default=None)
+        # a step that both have is merged: validation before the first step bears the checkpoint's number
+        records = [record for record in records if first is None or record.step <= first] + part
     return MetricLog.merged(records, torn)
 
 
@@ -121,8 +145,8 @@ class RunFolder:
             path: `tim.run_dir`. Other files in it (Hydra's log, checkpoints) are left alone.
             config: resolved, plain (mappings, lists, scalars).
             resume: the run continues what the folder holds. Its config must then be the folder's, up to
-                `RESUMABLE_KEYS`; earlier config, manifest and metrics are kept under a number, since verl's file logger
-                truncates.
+                `RESUMABLE_KEYS`; earlier `ATTEMPT_FILES` are kept under a number (verl's file logger truncates).
+
         Raises:
             RunFolderError: the folder holds another run; names the key and the remedy.
         """
@@ -192,23 +216,19 @@ class RunFolder:
         )
 
     def samples(self) -> list[Sample]:
-        """Samples in the order written; empty if none were kept. A torn last line is left out.
+        """Samples in the order written, of each step those of the last attempt that did it; empty if none were kept.
+
+        A torn last line is left out.
 
         Raises:
             RunFolderError: a corrupt line, or one without step, prompt and response.
         """
-        file = self.path / SAMPLES_NAME
-        if not file.exists():
-            return []
-        known = {f.name for f in dataclasses.fields(Sample)} - {"extra"}
-        samples = []
-        for number, entry in read_json_lines(file)[0]:
-            missing = [key for key in ("step", "prompt", "response") if key not in entry]
-            if missing:
-                raise RunFolderError(f"{file}:{number} lacks {', '.join(missing)}")
-            own = {key: value for key, value in entry.items() if key in known}
-            extra = {key: value for key, value in entry.items() if key not in known and key != "extra"}
-            samples.append(Sample(**own, extra={**entry.get("extra", {}), **extra}))
+        samples: list[Sample] = []
+        for file in _parts(self.path, SAMPLES_NAME):
+            part = _read_samples(file)
+            first = min((sample.step for sample in part), default=None)
+            # as of metrics; a step has all its samples from one attempt
+            samples = [sample for sample in samples if first is None or sample.step < first] + part
         return samples
 
     def add_samples(self, samples: Iterable[Sample]) -> None:
@@ -216,6 +236,25 @@ class RunFolder:
         lines = "".join(json.dumps(dataclasses.asdict(sample), ensure_ascii=False) + "\n" for sample in samples)
         with open(self.path / SAMPLES_NAME, "a", encoding="utf-8") as file:
             file.write(lines)
+
+
+def _read_samples(file: Path) -> list[Sample]:
+    known = {f.name for f in dataclasses.fields(Sample)} - {"extra"}
+    samples = []
+    for number, entry in read_json_lines(file)[0]:
+        missing = [key for key in ("step", "prompt", "response") if key not in entry]
+        if missing:
+            raise RunFolderError(f"{file}:{number} lacks {', '.join(missing)}")
+        own = {key: value for key, value in entry.items() if key in known}
+        extra = {key: value for key, value in entry.items() if key not in known and key != "extra"}
+        samples.append(Sample(**own, extra={**entry.get("extra", {}), **extra}))
+    return samples
+
+
+def attempt_number(path: str | Path) -> int:
+    """Which start in this folder the present one is, from 1."""
+    folder = Path(path)
+    return 1 + max(_part_numbers(folder), default=0) if folder.is_dir() else 1
 
 
 def holds_run(path: Path) -> bool:
@@ -243,12 +282,19 @@ def _earlier_parts(folder: Path, name: str) -> list[Path]:
     return [path for _, path in sorted(parts)]
 
 
+def _parts(folder: Path, name: str) -> list[Path]:
+    """A file's earlier parts and the present one, those that are there."""
+    return [*_earlier_parts(folder, name), *(path for path in (folder / name,) if path.exists())]
+
+
+def _part_numbers(folder: Path) -> list[int]:
+    return [int(part.name.split(".")[-2]) for name in ATTEMPT_FILES for part in _earlier_parts(folder, name)]
+
+
 def _set_aside(path: Path) -> None:
     """Number the files that a resumed run writes anew."""
-    names = (CONFIG_NAME, MANIFEST_NAME, METRICS_NAME)
-    taken = [int(part.name.split(".")[-2]) for name in names for part in _earlier_parts(path, name)]
-    number = max(taken, default=0) + 1
-    for name in names:
+    number = 1 + max(_part_numbers(path), default=0)
+    for name in ATTEMPT_FILES:
         if (path / name).exists():
             stem, suffix = name.rsplit(".", 1)
             os.replace(path / name, path / f"{stem}.{number}.{suffix}")
@@ -261,7 +307,7 @@ def _check_same_run(path: Path, config: dict[str, Any]) -> None:
             "whether it is the same run cannot be checked: choose another tim.run_dir"
         )
     before, now = flatten(RunFolder(path).config() or {}), flatten(config)
-    changed = [key for key in _all_keys(before, now) if before.get(key) != now.get(key) and key not in RESUMABLE_KEYS]
+    changed = [key for key in _all_keys(before, now) if before.get(key) != now.get(key) and not is_resumable(key)]
     if changed:
         shown = "; ".join(f"{key}: {before.get(key)!r} then, {now.get(key)!r} now" for key in changed[:5])
         more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""

@@ -8,13 +8,24 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
 import zlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from verl_tim.diagnosis.metric_log import MetricLog, Record, RunFolderError
+
+# Keys of a config that say where a run is shown, and nothing of what it computes.
+TRACKER_KEYS = re.compile(
+    r"""
+    tim\.choices\.tracker | tim\.trackers\..* | tim\.tracking\..* | trainer\.logger
+    | ray_kwargs\.ray_init\.runtime_env\.env_vars\.(WANDB|SWANLAB|MLFLOW|TRACKIO|TENSORBOARD)_.*
+    """,
+    re.VERBOSE,
+)
 
 EVENTS = "events.out.tfevents.*"
 # wandb's transaction log: a file header, then 32 KiB blocks of chunks (crc32, length, type), as in LevelDB's log.
@@ -87,21 +98,65 @@ def read_wandb_metrics(folder: Path) -> MetricLog | None:
     path = wandb_file(folder)
     if path is None:
         return None
-    try:
-        from wandb.proto import wandb_internal_pb2
-    except ImportError as error:
-        raise RunFolderError(f"{path} is an offline run of wandb: pip install 'verl_tim[wandb]' to read it") from error
     records: list[Record] = []
-    messages, torn = wandb_messages(path)
-    for content in messages:
-        message = wandb_internal_pb2.Record.FromString(content)  # type: ignore[attr-defined]
+    messages, torn = _wandb_records(path)
+    for message in messages:
         if message.WhichOneof("record_type") != "history":
             continue
-        values = {item.key or "/".join(item.nested_key): item.value_json for item in message.history.item}
+        # a table, a page, ... comes as a group of keys with its type among them, and is no metric
+        media = {tuple(item.nested_key[:-1]) for item in message.history.item if item.nested_key[-1:] == ["_type"]}
+        values = {
+            item.key or "/".join(item.nested_key): item.value_json
+            for item in message.history.item
+            if tuple(item.nested_key[:-1]) not in media
+        }
         step = int(json.loads(values.get("_step", "null")) or message.history.step.num)
         data = {name: json.loads(text) for name, text in values.items() if not name.startswith("_")}
         records.append(_record(step, data))
     return MetricLog.merged(records, torn)
+
+
+@dataclass(frozen=True)
+class WandbRun:
+    """What a `.wandb` file says of its run beside the metrics.
+
+    Attributes:
+        name: as wandb shows it.
+        config: as it was given to `wandb.init`, later changes applied.
+    """
+
+    name: str
+    config: dict[str, Any]
+
+
+def read_wandb_run(folder: Path) -> WandbRun | None:
+    """Name and config of the offline run in or below the folder; None where there is none.
+
+    Raises:
+        RunFolderError: as of `read_wandb_metrics`.
+    """
+    path = wandb_file(folder)
+    if path is None:
+        return None
+    name, config = "", dict[str, Any]()
+    for message in _wandb_records(path)[0]:
+        kind = message.WhichOneof("record_type")
+        if kind == "run":
+            name = message.run.display_name or message.run.run_id
+        if kind in ("run", "config"):
+            items = message.run.config.update if kind == "run" else message.config.update
+            config |= {item.key: json.loads(item.value_json) for item in items if item.key and item.key[0] != "_"}
+    return WandbRun(name or folder.name, config)
+
+
+def _wandb_records(path: Path) -> tuple[list[Any], bool]:
+    """The messages of a `.wandb` file, parsed, and whether it is torn."""
+    try:
+        from wandb.proto import wandb_internal_pb2
+    except ImportError as error:
+        raise RunFolderError(f"{path} is an offline run of wandb: pip install 'verl_tim[wandb]' to read it") from error
+    messages, torn = wandb_messages(path)
+    return [wandb_internal_pb2.Record.FromString(content) for content in messages], torn  # type: ignore[attr-defined]
 
 
 def wandb_messages(path: Path) -> tuple[list[bytes], bool]:

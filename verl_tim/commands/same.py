@@ -1,0 +1,70 @@
+"""`verl-tim same`: are two runs equal bit for bit, and if not, what differs first?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from verl_tim.commands.output import bad_input, print_json, stderr, stdout, table
+
+if TYPE_CHECKING:
+    from verl_tim.diagnosis.same import Sameness
+
+NAME = "same"
+HELP = (
+    "Are two runs equal bit for bit? Compares samples, token and batch dumps, metrics and checkpoints of two run "
+    "folders, and names the first step and value that differs.\n\n"
+    "Exit code 0: equal; 1: they differ; 2: they cannot be compared. Times, memory and the rollout's schedule are left "
+    "out; differences of config and machine are listed and decide nothing."
+)
+NEEDS_ARGUMENTS = True
+
+# Differences of config or manifest in the terminal; of other machines and versions there may be hundreds.
+_SHOWN = 20
+
+
+def command(
+    first: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")],
+    second: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder to hold against it.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
+) -> None:
+    """Compare two runs bit for bit."""
+    from verl_tim.diagnosis.manifest import ManifestError
+    from verl_tim.diagnosis.metric_log import RunFolderError
+    from verl_tim.diagnosis.same import same_runs
+    from verl_tim.diagnosis.token_dump import TokenDumpError
+    from verl_tim.launch.errors import LaunchError
+
+    with bad_input():
+        try:
+            answer = same_runs(first, second)
+        except (RunFolderError, ManifestError, TokenDumpError) as error:
+            raise LaunchError.of("RUN", str(error), "give two folders of runs whose files are whole") from error
+    if as_json:
+        print_json(answer.to_dict())
+    else:
+        _print(answer)
+    raise typer.Exit(0 if answer.equal else 1)
+
+
+def _print(answer: Sameness) -> None:
+    from verl_tim.diagnosis.compare import shown
+
+    rows = [
+        (section.name, section.note or f"{section.compared:,} {section.unit}", f"{section.differing:,}")
+        for section in answer.sections
+    ]
+    title = "Every bit that was compared is equal" if answer.equal else "The runs differ"
+    table(title, ("", "compared", "differing"), rows)
+    if answer.first is not None:
+        section, found = answer.first
+        values = " and ".join("nothing" if value is None else value for value in (found.first, found.second))
+        stdout().print(f"first: step {found.step}, {section}, {found.name}: {values}", soft_wrap=True, markup=False)
+    for what, differences in (("config", answer.config), ("manifest", answer.facts)):
+        for difference in differences[:_SHOWN]:
+            a, b = (shown(difference.values[side]) for side in ("first", "second"))
+            stderr().print(f"- {what}: {difference.key} is {a} and {b}", soft_wrap=True, markup=False)
+        if len(differences) > _SHOWN:
+            stderr().print(f"- {what}: {len(differences) - _SHOWN} more (--json lists them)", markup=False)
