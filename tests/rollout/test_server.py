@@ -333,6 +333,15 @@ async def test_describe_fits_the_manifest(server):
     assert facts.prefix_cache is False
 
 
+async def test_a_server_says_what_holds_in_its_process(server, monkeypatch):
+    monkeypatch.setenv("NCCL_ALGO", "Ring")
+    (report,) = await server.observe(("NCCL_ALGO", "NOT_THERE"))
+    assert report["variables"] == {"NCCL_ALGO": "Ring"}
+    assert set(report["digests"]) == {"gemm", "attention"}
+    assert report["unstable"] == {}
+    assert report["graph_shapes"] == []
+
+
 async def test_a_report_counts_and_names_failures_once(server):
     await server.generate([5, 6], dict(SAMPLED), "good")
     with pytest.raises(RequestError):

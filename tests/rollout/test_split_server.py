@@ -82,6 +82,10 @@ async def test_rank_0_sends_for_all_through_the_host(server, whole, weights):
     assert await server.weight_checksum() == await whole.weight_checksum()
     assert await tokens(server) == await tokens(whole)
     facts = await server.describe()
+    # every rank answers, from a process of its own
+    reports = await server.observe(("PATH",))
+    assert len(reports) == facts["tensor_parallel"] * facts["pipeline_parallel"]
+    assert all(report["digests"] == reports[0]["digests"] and report["variables"] for report in reports)
     assert (facts["tensor_parallel"], facts["pipeline_parallel"]) == (2, 1)
 
 

@@ -215,6 +215,10 @@ class AsyncEngine:
     async def describe(self) -> dict[str, Any]:
         return await self._call(self._engine.describe, settles=False)
 
+    async def each_rank(self, function: Callable[[Engine], T]) -> list[T]:
+        """As `Engine.each_rank`."""
+        return await self._call(lambda: self._engine.each_rank(function))
+
     async def weight_checksum(self) -> str:
         return await self._call(self._engine.weight_checksum)
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, TypeVar
 
 import psutil
 import torch
@@ -44,6 +44,7 @@ from verl_tim.models import build_model, load_model_config
 from verl_tim.models.place import WHOLE
 from verl_tim.numerics.contract import contract_id
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 InFlight = Literal["keep", "abort"]
@@ -542,6 +543,10 @@ class Engine:
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),
         }
+
+    def each_rank(self, function: Callable[[Engine], T]) -> list[T]:
+        """`function(engine)` on every rank, between steps; here on the only one."""
+        return [function(self)]
 
     def close(self) -> None:
         """End what the engine started; an engine on one device started nothing. Idempotent."""

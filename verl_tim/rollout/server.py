@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from functools import partial
 from importlib import metadata
 from typing import Any
 
@@ -19,7 +20,9 @@ import torch
 
 from verl_tim.engine import AsyncEngine, EngineStats, RequestOutput, SamplingParams
 from verl_tim.engine.device import rank_device
+from verl_tim.engine.engine import Engine
 from verl_tim.engine.weight_reader import LocalTensors, Reader
+from verl_tim.numerics import determinism
 from verl_tim.rollout.options import RolloutOptions
 from verl_tim.rollout.recorded import RECORD_PARAM, RECORDED_FIELD, Recorded
 from verl_tim.rollout.senders import Gathering, SendersError
@@ -305,6 +308,7 @@ class EngineServer:
             "pipeline_parallel": engine["pipeline_parallel_size"],
             "expert_parallel": 1,
             "data_parallel": 1,
+            "graph_buckets": engine["decode_graphs"] or None,
             "prefix_cache": engine["enable_prefix_cache"],
             "sampling_backend": "gumbel noise by (seed, position, token id)",
             "log_prob_mode": "full vocabulary, at the sampling temperature",
@@ -324,6 +328,14 @@ class EngineServer:
             },
         }
 
+    async def observe(self, variables: Sequence[str]) -> list[dict[str, Any]]:
+        """What holds in each rank's process, in rank order (`numerics.determinism.observe`).
+
+        Args:
+            variables: environment variables to report.
+        """
+        return await self.engine.each_rank(partial(_observe, variables=tuple(variables)))
+
     async def stats(self) -> dict[str, Any]:
         """Counters of the engine."""
         return dataclasses.asdict(await self.engine.stats())
@@ -342,6 +354,13 @@ class EngineServer:
     async def weight_checksum(self) -> str:
         """Checksum over all weights in use."""
         return await self.engine.weight_checksum()
+
+
+def _observe(engine: Engine, variables: tuple[str, ...]) -> dict[str, Any]:
+    """Runs in each rank's process; generation has no gradients, and graphs hold cuBLAS's workspace."""
+    facts = engine.describe()
+    report = determinism.observe(facts["device"], variables=variables, backward=False, workspace=False)
+    return {**report, "graph_shapes": facts["decode_graphs"]}
 
 
 def _chunk_keys() -> int:
