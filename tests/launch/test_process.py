@@ -60,6 +60,16 @@ def test_exit_code_is_the_childs(child, tmp_path):
     assert outcome.cause == ("verl says goodbye",)
 
 
+@pytest.mark.parametrize(("number", "code"), [("SIGKILL", 137), ("SIGTERM", 143)])
+def test_a_driver_that_was_killed_is_the_cause(child, tmp_path, number, code):
+    child(f"import os, signal\nprint('step 3', flush=True)\nos.kill(os.getpid(), signal.{number})")
+    outcome = run_verl(tmp_path, on_step=lambda step: None)
+    assert outcome.exit_code == code
+    (cause,) = outcome.cause
+    assert cause.startswith("verl's driver (pid ")
+    assert cause.endswith(f"was ended by {number}")
+
+
 def test_reader_waits_for_the_end_of_a_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
     reader = MetricsReader(path)
@@ -117,6 +127,19 @@ def test_cause_inside_a_worker_whose_driver_only_died(tmp_path):
         '  File "a.py", line 1, in f',
         "torch.OutOfMemoryError: out of memory",
     )
+
+
+def test_what_a_worker_says_later_is_not_the_cause(tmp_path):
+    log = tmp_path / "train.log"
+    log.write_text(
+        "Traceback (most recent call last):\n"
+        '  File "main_ppo.py", line 90, in run_ppo\n'
+        "ray.exceptions.RayTaskError(ProcessDied): ray::TaskRunnerV1.run() (pid=11, ip=10.77.0.2)\n"
+        "verl_tim.training.processes.ProcessDied: actor 1 on node 10.77.0.2 (b, 1f), pid 7 died: SYSTEM_ERROR\n"
+        "\x1b[36m(WorkerDict pid=8, ip=10.77.0.1)\x1b[0m Traceback (most recent call last):\n"
+        "\x1b[36m(WorkerDict pid=8, ip=10.77.0.1)\x1b[0m RuntimeError: Connection closed by peer\n"
+    )
+    assert failure_cause(log)[-1].startswith("verl_tim.training.processes.ProcessDied: actor 1")
 
 
 def test_cause_without_a_traceback_is_the_end_of_the_log(tmp_path):
@@ -200,7 +223,7 @@ def test_verl_ends_with_the_process_that_started_it(tmp_path, number):
     watcher = subprocess.Popen([sys.executable, "-c", WATCHES, str(tmp_path)])
     wait_for((tmp_path / "pid").exists)
     watcher.send_signal(number)
-    watcher.wait(timeout=30)
+    watcher.wait(timeout=120)
     wait_for(lambda: ended(int((tmp_path / "pid").read_text())))
 
 
@@ -213,7 +236,7 @@ def test_a_background_job_of_a_shell_is_ended_politely(tmp_path):
     wait_for((tmp_path / "pid").exists)
     started = time.monotonic()
     watcher.terminate()
-    watcher.wait(timeout=60)
+    watcher.wait(timeout=120)
     assert time.monotonic() - started < process._GRACE_SECONDS / 2
 
 

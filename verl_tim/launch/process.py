@@ -33,7 +33,7 @@ _PR_SET_PDEATHSIG = 1
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _RAY_PREFIX = re.compile(r"^\((?:[A-Za-z_][\w.<>]*) pid=\d+(?:, ip=[\d.]+)?\) ?")
 _EXCEPTION_LINE = re.compile(
-    r"^(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:Error|Exception|Exit|Interrupt|Died|Failure)(?:\([\w.]+\))?(?::|$)"
+    r"^(?:[A-Za-z_]\w*\.)*(?P<name>[A-Za-z_]\w*(?:Error|Exception|Exit|Interrupt|Died|Failure))(?:\([\w.]+\))?(?::|$)"
 )
 _HYDRA_TAIL = "Set the environment variable HYDRA_FULL_ERROR=1"
 
@@ -51,11 +51,12 @@ class Outcome:
     """How the child ended.
 
     Attributes:
-        exit_code: verl's own; 130 after Ctrl-C.
+        exit_code: verl's own; 130 after Ctrl-C, 128 + the signal's number where a signal ended it.
         seconds: wall time of the child.
         steps: every line of its metrics.
         log: everything it printed.
-        cause: the last lines of its traceback, empty when it ended well.
+        cause: the last lines of its traceback, or the signal; empty when it ended well.
+        attempts: how often the run was started (`restarts`).
     """
 
     exit_code: int
@@ -63,6 +64,7 @@ class Outcome:
     steps: tuple[Step, ...]
     log: Path
     cause: tuple[str, ...]
+    attempts: int = 1
 
 
 def verl_command(run_dir: Path) -> list[str]:
@@ -75,7 +77,7 @@ def verl_command(run_dir: Path) -> list[str]:
         str(run_dir),
         "--config-name",
         "config",
-        f"hydra.run.dir={_quoted(run_dir)}",
+        f"hydra.run.dir={hydra_quoted(str(run_dir))}",
         "hydra.output_subdir=null",
     ]
 
@@ -128,7 +130,15 @@ def run_verl(run_dir: Path, *, on_step: Callable[[Step], None]) -> Outcome:
     for step in reader.new_steps():
         steps.append(step)
         on_step(step)
-    cause = () if exit_code in (0, 130) else failure_cause(log)
+    cause: tuple[str, ...] = ()
+    if exit_code < 0:
+        assert child is not None
+        ended_by = signal.Signals(-exit_code)
+        # its log cannot hold the cause: nobody told it
+        cause = (f"verl's driver (pid {child.pid}) was ended by {ended_by.name}",)
+        exit_code = 128 + ended_by
+    elif exit_code not in (0, 130):
+        cause = failure_cause(log)
     return Outcome(exit_code, time.monotonic() - started, tuple(steps), log, cause)
 
 
@@ -187,15 +197,15 @@ def failure_cause(log: Path, max_lines: int = 12) -> tuple[str, ...]:
     A log without a traceback gives its last lines.
     """
     text = _ANSI.sub("", log.read_text(encoding="utf-8", errors="replace"))
-    lines = [_RAY_PREFIX.sub("", line).rstrip() for line in text.splitlines()]
+    raw = text.splitlines()
+    lines = [_RAY_PREFIX.sub("", line).rstrip() for line in raw]
     while lines and (not lines[-1].strip() or lines[-1].startswith(_HYDRA_TAIL)):
         lines.pop()
-    # the driver's own error comes last, and repeats the worker's: the first exception line after the last header of a
-    # traceback
-    last = max(
-        (index for index, line in enumerate(lines) if _EXCEPTION_LINE.match(line) and not _is_wrapper(line)),
-        default=None,
-    )
+    found = [index for index, line in enumerate(lines) if _EXCEPTION_LINE.match(line) and not _is_wrapper(line)]
+    # The driver's own error is the verdict, and repeats the worker's. What workers print has Ray's prefix, and may come
+    # in later: ranks that lost their peer complain of it while the run ends.
+    own = [index for index in found if not _RAY_PREFIX.match(raw[index])]
+    last = max(own or found, default=None)
     if last is None:
         return tuple(lines[-max_lines:])
     # an exception's message may go on over several lines
@@ -215,6 +225,11 @@ def failure_cause(log: Path, max_lines: int = 12) -> tuple[str, ...]:
             start = index
             break
     return tuple(lines[start:end])
+
+
+def exception_names(cause: Sequence[str]) -> list[str]:
+    """Class names of the exceptions in the lines of a cause, without their modules, in order."""
+    return [match["name"] for line in cause if (match := _EXCEPTION_LINE.match(line))]
 
 
 def _is_wrapper(line: str) -> bool:
@@ -256,9 +271,9 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "PYTHONUNBUFFERED": "1"}
 
 
-def _quoted(path: Path) -> str:
-    # Hydra's override grammar: quotes allow any character in a value
-    return "'" + str(path).replace("\\", "\\\\").replace("'", "\\'") + "'"
+def hydra_quoted(value: str) -> str:
+    """A value of an override, quoted, so that Hydra's grammar takes any character in it."""
+    return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
 def shell_line(words: Sequence[str]) -> str:
