@@ -182,7 +182,8 @@ def _exclusive() -> Exception:
 
 
 def _verify_ops(subjects: list[str], attention: str, as_json: bool) -> None:
-    from verl_tim.commands.verify_ops import print_report, probe_models
+    from verl_tim.commands.verify_ops import print_report
+    from verl_tim.verification.ops import probe_models
 
     with bad_input():
         reports = probe_models(subjects, attention)

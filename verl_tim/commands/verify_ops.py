@@ -1,52 +1,10 @@
-"""`verl-tim verify --ops`: every schedule that this machine would use, against the contract's reference order."""
+"""What `verl-tim verify --ops` prints."""
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from verl_tim.commands.output import stdout, table
-
-if TYPE_CHECKING:
-    from verl_tim.numerics.probe import ProbeShapes
-
-DEFAULT_SHAPES = ("qwen3-1.7b", "qwen3-30b-a3b")
-
-
-def probe_models(folders: list[str], attention: str) -> list[dict[str, Any]]:
-    """Probe the shapes of each model folder, bfloat16, on the GPU where there is one.
-
-    Without a folder: those of published models, on a CPU of small ones.
-
-    Returns one report per model: what was compared how often, schedules that were dropped, seconds, and the problem
-    where the contract does not hold.
-    """
-    import torch
-
-    from verl_tim.numerics.attention import resolve_attention
-    from verl_tim.numerics.contract import ContractError
-    from verl_tim.numerics.probe import probe
-
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    reports = []
-    for label, shapes in _shapes(folders, on_gpu=device.type == "cuda"):
-        report: dict[str, Any] = {"subject": label, "device": str(device), "problem": None}
-        try:
-            contract = resolve_attention(attention, device, shapes.head_dim)
-            found = probe(device, torch.bfloat16, shapes, attention=contract)
-        except ContractError as error:
-            report["problem"] = str(error)
-        else:
-            report |= {
-                "contract": found.contract,
-                "comparisons": found.comparisons,
-                "dropped_schedules": found.forbidden,
-                "row_blocks": found.row_blocks,
-                "seconds": round(found.seconds, 2),
-            }
-        reports.append(report)
-    return reports
 
 
 def print_report(report: dict[str, Any]) -> None:
@@ -61,26 +19,3 @@ def print_report(report: dict[str, Any]) -> None:
         stdout().print(f"[yellow]dropped, since its bits differ here: {dropped}[/yellow]", soft_wrap=True)
     if report["row_blocks"]:
         stdout().print("[yellow]linears run in blocks of eight rows: this machine's GEMM depends on the rows[/yellow]")
-
-
-def _shapes(folders: list[str], *, on_gpu: bool) -> list[tuple[str, ProbeShapes]]:
-    from verl_tim.launch.errors import LaunchError
-    from verl_tim.models import ModelError, config_from_hf, load_model_config
-    from verl_tim.tasks.random_model import hf_config
-    from verl_tim.verification.random_models import KINDS, make_random_model
-
-    if not folders and on_gpu:
-        return [(name, config_from_hf(hf_config(name)).probe_shapes) for name in DEFAULT_SHAPES]
-    if not folders:
-        with tempfile.TemporaryDirectory(prefix="verl-tim-ops-") as work:
-            made = {kind: make_random_model(kind, Path(work) / kind) for kind in KINDS}
-            return [(f"random {kind}", load_model_config(folder).probe_shapes) for kind, folder in made.items()]
-    found = []
-    for folder in folders:
-        if not (Path(folder) / "config.json").is_file():
-            raise LaunchError.of("MODEL", f"{folder} has no config.json", "give the folder of a Hugging Face model")
-        try:
-            found.append((folder, load_model_config(folder).probe_shapes))
-        except ModelError as error:
-            raise LaunchError.of("MODEL", f"{folder}: {error}", "give a model that the contract covers") from error
-    return found
