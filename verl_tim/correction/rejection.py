@@ -10,7 +10,7 @@ from torch import Tensor
 from .config import RolloutCorrectionConfig
 from .metrics import MetricSums, row_total, total
 from .ratios import ESTIMATORS, two_outcome_kl
-from .rules import TOKEN, Rule
+from .rules import TOKEN, Rule, registered_statistic
 from .thresholds import Band
 from .tokens import Tokens
 from .weights import within
@@ -58,7 +58,11 @@ def _signal(config: RolloutCorrectionConfig, tokens: Tokens) -> tuple[Tensor, Te
 def _verdict(rule: Rule, tokens: Tokens, log_p: Tensor, log_q: Tensor, log_r: Tensor, known_in_row: Tensor) -> Verdict:
     if rule.estimator == "opsm":
         return _off_policy_sequence(rule, tokens, known_in_row)
-    if rule.estimator == "kpop":
+    statistic_of = registered_statistic(rule.estimator)
+    if statistic_of is not None:
+        per_token = torch.where(tokens.known, statistic_of(log_p, log_q, log_r), log_p.new_zeros(()))
+        assert per_token.shape == log_r.shape, f"{rule.name}: {tuple(per_token.shape)} is not {tuple(log_r.shape)}"
+    elif rule.estimator == "kpop":
         per_token = torch.where(tokens.known, two_outcome_kl(log_p, log_q), log_p.new_zeros(()))
     else:
         per_token = ESTIMATORS[rule.estimator](log_r)  # 0 where not known, as log_r is

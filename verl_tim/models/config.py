@@ -13,7 +13,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from verl_tim.models.architecture import ARCHITECTURES, Architecture
+from verl_tim.models.architecture import Architecture, architectures
 from verl_tim.numerics.probe import ProbeShapes
 
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -64,7 +64,7 @@ class ModelConfig:
 
     @property
     def arch(self) -> Architecture:
-        return ARCHITECTURES[self.architecture]
+        return architectures()[self.architecture]
 
     @property
     def probe_shapes(self) -> ProbeShapes:
@@ -144,11 +144,11 @@ def _eos_ids(*values: Any) -> tuple[int, ...]:
 def config_from_hf(hf: PretrainedConfig, *, generation_eos: Any = None) -> ModelConfig:
     """`ModelConfig` of a transformers config object. Raises `ModelError` naming the key that cannot be served."""
     names = list(getattr(hf, "architectures", None) or ())
-    architecture = next((a for a in ARCHITECTURES.values() if a.model_type == hf.model_type), None)
+    architecture = next((a for a in architectures().values() if a.model_type == hf.model_type), None)
     if architecture is None:
         raise ModelError(
             f"config.json: model_type={hf.model_type!r} (architectures={names}) is not supported; supported are "
-            + ", ".join(f"{a.name} ({a.model_type})" for a in ARCHITECTURES.values())
+            + ", ".join(f"{a.name} ({a.model_type})" for a in architectures().values())
         )
     _refuse(
         bool(names) and architecture.name not in names,
@@ -161,6 +161,11 @@ def config_from_hf(hf: PretrainedConfig, *, generation_eos: Any = None) -> Model
     _refuse(
         bool(getattr(hf, "use_sliding_window", False)), "use_sliding_window", True, "only full attention is supported"
     )
+    # a config without that switch (Mistral's) means its window, and one with layer types means each of them
+    window = None if hasattr(hf, "use_sliding_window") else getattr(hf, "sliding_window", None)
+    _refuse(window is not None, "sliding_window", window, "only full attention is supported")
+    other = sorted(set(getattr(hf, "layer_types", None) or ()) - {"full_attention"})
+    _refuse(bool(other), "layer_types", other, "only full attention is supported")
     for key in ("attention_bias", "mlp_bias"):
         _refuse(bool(getattr(hf, key, False)), key, True, "only the architecture's usual biases are supported")
     head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
@@ -207,7 +212,7 @@ def load_model_config(path: str | Path) -> ModelConfig:
         raise ModelError(f"{file}: not valid JSON ({error})") from error
     if not isinstance(raw, dict) or "model_type" not in raw:
         raise ModelError(f"{file}: has no model_type, so it is not a Hugging Face model config")
-    supported = {a.model_type for a in ARCHITECTURES.values()}
+    supported = {a.model_type for a in architectures().values()}
     if raw["model_type"] not in supported:
         raise ModelError(f"{file}: model_type={raw['model_type']!r} is not supported; supported: {sorted(supported)}")
     try:

@@ -1,11 +1,12 @@
 """The tasks: one row of `TASKS` each, all of them procedural sets of reasoning-gym with its generators and verifiers.
 
-A row only says which generator, at which difficulty by default. To offer another of reasoning-gym's sets add a row;
-nothing else knows task names.
+A row only says which generator, at which difficulty by default. Any other set of reasoning-gym is a task, too, under
+its own name, at the difficulty of its own defaults; a row is for what is worth listing and teaching the tokenizer.
 """
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from importlib.metadata import version
@@ -69,27 +70,29 @@ TASKS: Mapping[str, Task] = MappingProxyType(
 
 
 def get_task(name: str) -> Task:
-    """The row called `name`. Raises InputError that lists the known tasks."""
-    try:
+    """The row called `name`, or reasoning-gym's set of that name. Raises InputError that lists the known tasks."""
+    if name in TASKS:
         return TASKS[name]
-    except KeyError:
-        raise InputError(
-            f"task: unknown task {name!r}; known tasks: {', '.join(sorted(TASKS))}; published data sets: "
-            f"{', '.join(sorted(PUBLISHED))}"
-        ) from None
+    if name not in PUBLISHED and name in (sets := _generators()):
+        return Task(name, (sets[name][0].__doc__ or "").strip().partition("\n")[0])
+    near = difflib.get_close_matches(str(name), [*TASKS, *PUBLISHED, *_generators()], n=3)
+    raise InputError(
+        f"task: unknown task {name!r}; known tasks: {', '.join(sorted(TASKS))}, and every other set of reasoning-gym; "
+        f"published data sets: {', '.join(sorted(PUBLISHED))}" + (f"; did you mean {', '.join(near)}?" if near else "")
+    )
 
 
 def task_of_data_source(data_source: str) -> Task:
     """The task whose rows carry this `data_source`. Raises InputError for any other string."""
     name = data_source.removeprefix(DATA_SOURCE_PREFIX) if isinstance(data_source, str) else None
-    if name not in TASKS or name == data_source:
+    if name is None or name == data_source or (name not in TASKS and name not in _generators()):
         known = ", ".join(task.data_source for task in TASKS.values())
         raise InputError(
             f"data_source: {data_source!r} has no verifier here (known: {known}); rows of other data sets need their "
             "own reward function: set reward.custom_reward_function.path and .name (for mathematics "
             "pkg://verl_tim.tasks.math.reward)"
         )
-    return TASKS[name]
+    return get_task(name)
 
 
 def resolve_difficulty(task: Task, overrides: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -126,11 +129,15 @@ def generator_version() -> str:
 
 
 def _generator_classes(task: Task) -> tuple[type, type]:
+    return _generators()[task.name]
+
+
+def _generators() -> Mapping[str, tuple[type, type]]:
     # reasoning-gym imports every one of its sets (seconds); only who needs problems or verifiers pays for that
     import reasoning_gym  # noqa: F401  (registers the sets)
     from reasoning_gym.factory import DATASETS
 
-    return DATASETS[task.name]
+    return DATASETS
 
 
 def _plain(value: Any) -> Any:

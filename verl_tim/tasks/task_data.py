@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl_tim.tasks.catalog import TASKS, get_task
+from verl_tim.tasks.catalog import get_task
 from verl_tim.tasks.errors import InputError
 from verl_tim.tasks.published.sources import PUBLISHED
 
@@ -32,13 +32,12 @@ def task_spec(name: str, **settings: Any) -> dict[str, Any]:
         InputError: an unknown task, or a setting that cannot be. The message begins with the setting's name.
         TypeError: a setting that this kind of task does not have.
     """
-    if name in TASKS:
-        from verl_tim.tasks.dataset import dataset_spec
+    if name in PUBLISHED:
+        return _published_spec(name, **settings)
+    get_task(name)  # says what there is, before a setting is found to be missing
+    from verl_tim.tasks.dataset import dataset_spec
 
-        return dataset_spec(name, **settings)
-    if name not in PUBLISHED:
-        get_task(name)  # says what there is
-    return _published_spec(name, **settings)
+    return dataset_spec(name, **settings)
 
 
 def task_files(
@@ -47,7 +46,7 @@ def task_files(
     """Make, or find again, the files of a task.
 
     Args:
-        name: of `catalog.TASKS` or `published.sources.PUBLISHED`.
+        name: of `catalog.get_task` or `published.sources.PUBLISHED`.
         settings: of a published task:
             validation: names of the published sets to validate on; by default its own.
             prompt_style: of all of them; by default each set's own.
@@ -59,7 +58,7 @@ def task_files(
 
     Raises: as `task_spec`; InputError also for what cannot be fetched.
     """
-    if name in TASKS:
+    if name not in PUBLISHED:
         from verl_tim.tasks.dataset import build_dataset
 
         made = build_dataset(name, cache_dir=cache_dir, progress=progress, **settings)

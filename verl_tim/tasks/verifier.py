@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from verl_tim.tasks.catalog import TASKS, Task, make_generator, resolve_difficulty
+from verl_tim.tasks.catalog import Task, get_task, make_generator, resolve_difficulty
 
 # The longest true answer of any task has a few dozen characters. Anything longer is not an answer, and the
 # verifiers' regular expressions and big-number parsers never see it.
@@ -59,5 +59,5 @@ def verify(task: Task, answer: str, entry: Mapping[str, Any]) -> float:
 @cache
 def _scorer(name: str) -> Any:
     # a verifier looks at answer and entry only; the instance is needed for its method
-    task = TASKS[name]
+    task = get_task(name)
     return make_generator(task, resolve_difficulty(task, None), seed=0, size=1)
