@@ -16,6 +16,7 @@ DEV = [
     "pytest>=8",
     "pytest-asyncio>=0.24",
     "pytest-timeout>=2.3",
+    "pytest-xdist>=3.5",
     "hypothesis>=6.100",
     "setuptools>=77",
     # a CPU build of torch brings none; the kernels' logic is tested in its interpreter
@@ -23,7 +24,14 @@ DEV = [
     "triton>=3.6,<3.7; platform_system == 'Linux' and platform_machine == 'x86_64'",
     *TYPE_AND_LINT,
 ]
-WANDB = ["wandb>=0.18"]
+# what `tracker=` can name beside the console and files; verl itself brings wandb and tensorboard
+TRACKERS = {
+    "wandb": ["wandb>=0.18"],
+    "tensorboard": ["tensorboard>=2.16"],
+    "swanlab": ["swanlab>=0.10"],
+    "mlflow": ["mlflow>=3.0"],
+    "trackio": ["trackio>=0.43"],
+}
 
 setup(
     name="verl_tim",
@@ -41,7 +49,7 @@ setup(
         *(f"verl_tim.recipes.{recipe}" for recipe in RECIPES),
     ],
     package_dir={"verl_tim.configs": "configs", "verl_tim.recipes": "recipes"},
-    package_data={"": ["*.yaml", "*.md", "*.html.j2", "*.json", "py.typed"]},
+    package_data={"": ["*.yaml", "*.md", "*.html.j2", "*.sh.j2", "*.json", "py.typed"]},
     install_requires=[
         "verl==0.9.1",
         # what verl's trainer imports, and only verl's extra verl-core lists (among packages for GPUs and vision)
@@ -68,6 +76,9 @@ setup(
         "math-verify==0.9.0",
         "wrapt>=1.16",
         "psutil>=5.9",
+        # fastapi's and Ray's own
+        "pydantic>=2",
+        "jsonschema>=4",
         "PyYAML>=6",
         "rich>=13.7",
         "typer>=0.15",
@@ -81,9 +92,10 @@ setup(
     ],
     extras_require={
         "gpu": ["verl[vllm]==0.9.1"],
-        "wandb": WANDB,
+        **TRACKERS,
+        "trackers": [package for packages in TRACKERS.values() for package in packages],
         "dev": DEV,
-        "all": ["verl[vllm]==0.9.1", *WANDB, *DEV],
+        "all": ["verl[vllm]==0.9.1", *(package for packages in TRACKERS.values() for package in packages), *DEV],
     },
     entry_points={
         "verl.plugins": ["verl_tim = verl_tim.plugin"],

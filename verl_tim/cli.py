@@ -14,11 +14,14 @@ from verl_tim.commands import (
     compare,
     data,
     doctor,
+    launch,
     model,
     plan,
+    preflight,
     probe,
     quickstart,
     report,
+    same,
     train,
     verify,
 )
@@ -33,9 +36,26 @@ app = typer.Typer(
 )
 
 # How the help lists them.
-for module in (quickstart, plan, train, verify, probe, baseline, compare, report, calibrate, doctor, data, model):
+COMMANDS = (
+    quickstart,
+    plan,
+    preflight,
+    train,
+    verify,
+    probe,
+    baseline,
+    compare,
+    same,
+    report,
+    calibrate,
+    doctor,
+    data,
+    model,
+)
+for module in COMMANDS:
     app.command(module.NAME, help=module.HELP, no_args_is_help=module.NEEDS_ARGUMENTS)(module.command)
 
+app.add_typer(launch.app, name=launch.NAME, help=launch.HELP)
 app.add_typer(bench.app, name=bench.NAME, help=bench.HELP)
 
 

@@ -49,7 +49,9 @@ def register() -> None:
         patch_legacy_trainer,
         patch_native_correction,
         patch_reward_kl,
+        patch_prompt_uids,
         patch_start_checks,
+        patch_tracking,
         patch_vllm_top1,
     ):
         _run_once(step)
@@ -371,6 +373,22 @@ def patch_reward_kl() -> None:
     _when_imported("verl.trainer.ppo.ray_trainer", patch)
 
 
+def patch_prompt_uids() -> None:
+    """verl 0.9.1, trainer/ppo/v1/trainer_base.py:1051, 1476 and trainer/ppo/ray_trainer.py:613, 1483: random uids.
+
+    `training/prompt_uids.py` says what that does to two runs that should be equal. Where `tim.deterministic` is off the
+    names stay random. Unnecessary once verl names prompts by seed, step and place. No upstream issue is known.
+    """
+
+    def patch(module: ModuleType) -> None:
+        from verl_tim.training.prompt_uids import PROMPT_UIDS
+
+        module.uuid = PROMPT_UIDS  # type: ignore[attr-defined]
+
+    for name in ("verl.trainer.ppo.v1.trainer_base", "verl.trainer.ppo.ray_trainer"):
+        _when_imported(name, patch)
+
+
 def patch_start_checks() -> None:
     """verl 0.9.1, utils/config.py: `validate_config` also runs verl_tim's start-up checks.
 
@@ -387,16 +405,35 @@ def patch_start_checks() -> None:
 
             if uses_verl_tim(config):
                 from verl_tim.launch.underscores import refuse_in_this_job
+                from verl_tim.training.determinism import make_deterministic
                 from verl_tim.training.preflight import check
 
                 ensure_registered()
                 refuse_in_this_job()
+                make_deterministic(config)  # for runs that the launcher did not prepare
                 check(config)
             return original(config=config, use_reference_policy=use_reference_policy, use_critic=use_critic)
 
         module.validate_config = validate_config  # type: ignore[attr-defined]
 
     _when_imported("verl.utils.config", patch)
+
+
+def patch_tracking() -> None:
+    """verl 0.9.1, utils/tracking.py:64: trackers get project, name and config, and nothing to sort runs by.
+
+    In runs with a `tim` group every tracker also gets group, setting and tags, and one that was asked for and does not
+    start ends the run (verl goes on without MLflow). Unnecessary once verl's trainers take arguments for a tracker's
+    `init`. No upstream issue is known.
+    """
+
+    def patch(module: ModuleType) -> None:
+        from verl_tim.training.tracking import labelled
+
+        module.Tracking = labelled(module.Tracking)  # type: ignore[attr-defined]
+
+    # the V1 trainer imports the class by name: the hook runs before it can
+    _when_imported("verl.utils.tracking", patch)
 
 
 def patch_vllm_top1() -> None:

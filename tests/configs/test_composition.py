@@ -98,7 +98,7 @@ def test_every_group_offers_something():
     assert GROUPS["rollout"] == ["stock", "vexact", "vllm", "vllm_invariant"]
     assert GROUPS["trainer"] == ["contract", "stock"]
     assert set(GROUPS["correction"]) > CORRECTIONS
-    assert GROUPS["cluster"] == ["cpu", "gpu1", "gpu2x8", "gpu8", "gpu8x8"]
+    assert GROUPS["cluster"] == ["cpu", "cpu2x1", "gpu1", "gpu2x8", "gpu8", "gpu8x8"]
     assert (
         recipe_names()
         == [

@@ -9,6 +9,7 @@ from verl_tim.doctor.rule import ENVIRONMENT, Severity
 from verl_tim.doctor.rules import ALL
 from verl_tim.training.config import ATTENTION_KEY, BACKEND_KEY, EXTERNAL_LIB
 from verl_tim.training.correction_config import CORRECTION_KEY, LOSS_MODE_KEY, WORKER_KEY
+from verl_tim.training.determinism import AGENT_LOOP_KEY
 
 from .conftest import GPU_MACHINE, H200
 
@@ -19,6 +20,7 @@ VLLM = f"{ROLLOUT}.engine_kwargs.vllm"
 VEXACT = f"{ROLLOUT}.engine_kwargs.vexact"
 CONTRACT = {BACKEND_KEY: "contract"}
 INVARIANT = {f"{ENVIRONMENT}.VLLM_BATCH_INVARIANT": "1"}
+DETERMINISTIC = {"tim.deterministic": True}
 MOE = {"num_experts": 128}
 NO_GPU = replace(GPU_MACHINE, gpus=())
 GIB = 2**30
@@ -294,6 +296,25 @@ CASES = [
             f"{ENVIRONMENT}.CUBLAS_WORKSPACE_CONFIG": ":16:8",
             f"{ENVIRONMENT}.FLASH_ATTENTION_DETERMINISTIC": "1",
         },
+    ),
+    # runs that repeat
+    Case("exact.only-warns", f"{ENGINE}.full_determinism", {f"{ENGINE}.full_determinism": True}),
+    Case("note.unseeded-order", "data.seed", {}, {"data.seed": 1}),
+    Case("note.unseeded-order", "data.seed", {}, {"data.shuffle": False}),
+    Case("note.unseeded-order", "data.seed", {}, DETERMINISTIC),
+    Case("note.unseeded-samples", AGENT_LOOP_KEY, {}, DETERMINISTIC),
+    Case(
+        "start.deterministic",
+        "trainer.v1.trainer_mode",
+        {**DETERMINISTIC, "trainer.v1.trainer_mode": "colocate_async"},
+        DETERMINISTIC,
+        base="vexact",
+    ),
+    Case(
+        "start.deterministic",
+        f"{ENVIRONMENT}.VLLM_BATCH_INVARIANT",
+        DETERMINISTIC,
+        {**DETERMINISTIC, **INVARIANT},
     ),
     Case(
         "exact.variables-left-behind",
@@ -641,6 +662,14 @@ CASES = [
         base="vexact",
     ),
     Case("start.reused-log-probs", "tim.gate.exact", {**REUSE, "tim.gate.exact": False}, REUSE, base="vexact"),
+    Case("start.cluster", "tim.launch.cpus", {"tim.launch.cpus": 0}, {"tim.launch.cpus": 4}, base="vexact"),
+    Case(
+        "start.restarts",
+        "trainer.save_freq",
+        {"tim.restarts.limit": 1, "trainer.save_freq": -1},
+        {"tim.restarts.limit": 1, "trainer.save_freq": 5},
+        base="vexact",
+    ),
 ]
 BY_ID = {rule.id: rule for rule in ALL}
 

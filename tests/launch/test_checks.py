@@ -281,7 +281,8 @@ def test_gpu_cluster_without_gpu(config_of, monkeypatch):
 
 def test_vllm_without_gpu_and_package(config_of, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    monkeypatch.setattr("verl_tim.launch.checks.machine.find_spec", lambda name: None)
+    for module in ("machine", "trackers"):
+        monkeypatch.setattr(f"verl_tim.launch.checks.{module}.find_spec", lambda name: None)
     config = config_of("rollout=vllm", "tracker=wandb")
     assert only(machine.check(config)).key == "rollout"
     found = {finding.key: finding.remedy for finding in machine.check_packages(config)}

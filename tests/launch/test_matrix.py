@@ -49,7 +49,7 @@ def test_every_run_of_it_composes_with_what_its_name_says(composed):
         correction, chosen = config.algorithm.rollout_correction, config.tim.choices
         assert list(check_correction.check(config)) == [], name
         assert config.data.seed == 7
-        assert (config.trainer.experiment_name, config.tim.run_dir.rpartition("/")[2]) == (f"p-{name}", name)
+        assert (config.trainer.experiment_name, config.tim.run_dir.rpartition("/")[2]) == (name, name)
         rollout = {"vexact": "vexact", "vllm_invariant": "vllm_invariant"}.get(name, "vllm")
         assert chosen.rollout == rollout
         if name.startswith("reject"):
@@ -82,7 +82,8 @@ def test_no_two_runs_are_the_same(composed):
         plain["tim"].pop("run_dir")
         plain["tim"]["choices"].pop("correction")
         text = json.dumps(plain, sort_keys=True)
-        return text.replace(config.tim.run_dir, "").replace(config.trainer.experiment_name, "")
+        text = text.replace(config.tim.run_dir, "")
+        return text.replace(f'"experiment_name": "{config.trainer.experiment_name}"', "")
 
     assert len({without_names(config) for config in composed.values()}) == len(composed)
 
@@ -127,7 +128,7 @@ def test_a_matrix_of_ones_own_stands_beside_the_recipe(tmp_path):
         "# @package _global_\ntim: {matrix: {exact: [rollout=vexact], stock: [rollout=stock, data.seed=3]}}\n"
     )
     matrix = matrix_of(find_recipe(str(tmp_path / "mine.yaml")), ["+matrix=pair", f"tim.run_dir={tmp_path}/runs"])
-    assert [(cell.name, cell.overrides[:-2]) for cell in matrix.cells] == [
+    assert [(cell.name, cell.overrides[:-3]) for cell in matrix.cells] == [
         ("exact", ("rollout=vexact",)),
         ("stock", ("rollout=stock", "data.seed=3")),
     ]

@@ -55,6 +55,9 @@ def test_every_yaml_and_recipe_page_is_in_it(wheel):
             assert f"verl_tim/configs/{group}/{option}.yaml" in names
     assert "verl_tim/configs/tim.yaml" in names
     assert "verl_tim/py.typed" in names
+    for template in ("slurm", "ray_job", "skypilot_run"):
+        assert f"verl_tim/launchers/templates/{template}.sh.j2" in names
+    assert "verl_tim/launchers/kuberay_schema.json" in names
     assert not [name for name in names if name.startswith("tests/")]
 
 

@@ -10,6 +10,7 @@ import pytest
 from tests.training.tiny import parquet
 from tests.training.verl_run import CONTRACT, overrides_of, run_together
 from verl_tim.diagnosis.token_dump import dumped_steps, read_dumps
+from verl_tim.diagnosis.trackers import read_tensorboard_metrics, read_wandb_metrics, read_wandb_run, wandb_file
 from verl_tim.training.accelerator import host_has_accelerator
 
 pytestmark = [
@@ -52,12 +53,19 @@ def runs(folders, tmp_path_factory):
     exact = overrides_of(folder / "exact", model, data, rollout="vexact", steps=STEPS)
     stock = overrides_of(folder / "stock", model, data, rollout="stock", steps=STEPS)
     rejection = [f"++{RC}.rollout_rs=token_k1", f"++{RC}.rollout_rs_threshold='0.5_2.0'"]
+    # the legacy trainer's run goes to trackers, too; both share one Ray cluster, and so these variables
+    to = {"WANDB_MODE": "offline", "WANDB_DIR": folder / "stock", "TENSORBOARD_DIR": folder / "stock" / "tensorboard"}
+    variables = [f"+ray_kwargs.ray_init.runtime_env.env_vars.{name}='{value}'" for name, value in to.items()]
+    trackers = ["trainer.logger=[console,file,wandb,tensorboard]", "+tim.tracking={group: g, tags: [t]}"]
     bypass = [f"++{RC}.bypass_mode=true", f"++{RC}.rollout_rs_signal=r_ppo", "+tim.sample_sequences=12"]
     return run_together(
         folder,
         {
-            "exact": [*exact, *CONTRACT, *bypass, *rejection],
-            "stock": [*stock, *CONTRACT, "trainer.use_v1=false", *rejection, "+tim.dump={tokens_per_step: 150}"],
+            "exact": [*exact, *CONTRACT, *bypass, *rejection, *variables],
+            "stock": [
+                *(*stock, *CONTRACT, "trainer.use_v1=false", *rejection, *variables, *trackers),
+                "+tim.dump={tokens_per_step: 150}",
+            ],
         },
     )
 
@@ -89,6 +97,18 @@ def test_a_stock_rollout_does_not(runs):
     assert max(run.series("tim/router_order_mismatch") + run.series("tim/router_flip_rate")) > 0
     # the default sample of 8 sequences, all of them seen by the forward of the old log-probs
     assert all(8 <= tokens <= 8 * 24 for tokens in run.series("tim/top1_tokens"))
+
+
+def test_trackers_have_what_the_file_has_and_what_ran(runs):
+    run = runs["stock"]
+    told, metrics = read_wandb_run(run.folder), read_wandb_metrics(run.folder)
+    assert (told.name, told.config["tim"]["manifest"]) == ("stock", run.manifest())
+    assert {record.step: record.data for record in metrics.records} == run.steps
+    events = read_tensorboard_metrics(run.folder)
+    assert events.names() == metrics.names()
+    content = wandb_file(run.folder).read_bytes()
+    for word in (b"stock-contract-", b"rollout:stock", b"together"):
+        assert word in content, word
 
 
 def test_the_dumps_read_back(runs):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ from omegaconf import OmegaConf
 
 import verl_tim.training.manifest as manifest_module
 from tests.training.sides import RolloutSide, TrainerSide
-from verl_tim.diagnosis.manifest import Manifest, ProcessFacts
+from verl_tim.diagnosis.manifest import Manifest, ProcessFacts, flatten
 from verl_tim.training.config import TimConfig
 from verl_tim.training.describe import describe_engine
 from verl_tim.training.manifest import run_manifest
@@ -59,6 +60,11 @@ def test_both_sides_speak_for_themselves(run, tmp_path):
     assert trainer.contract_id == rollout.contract_id
     assert trainer.moe_batch_invariant
     assert trainer.extra["contract_table"]["lm_head"]
+    assert trainer.extra["contract_table"]["root"]
+    # every key may become a parameter of MLflow, which takes these letters and no empty part
+    for key in flatten(run.to_dict()):
+        assert re.fullmatch(r"[\w.\- :]+(\.[\w.\- :]+)*", key), key
+        assert not key.endswith("."), key
     assert run.parameters > 10_000
     assert Manifest.read(run.write(tmp_path)).to_dict() == run.to_dict()
 

@@ -22,8 +22,10 @@ STEPS = {
     "patch_aliased_cpu_copies",
     "patch_legacy_trainer",
     "patch_native_correction",
+    "patch_prompt_uids",
     "patch_reward_kl",
     "patch_start_checks",
+    "patch_tracking",
     "patch_vllm_top1",
 }
 

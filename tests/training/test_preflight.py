@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from tests.training.tiny import parquet
 from verl_tim.training.accelerator import host_has_accelerator
 from verl_tim.training.config import ConfigError
-from verl_tim.training.preflight import Cluster, check, findings, required_cpus
+from verl_tim.training.preflight import Cluster, check, findings, required_cpus, resource_findings
 
 pytestmark = pytest.mark.skipif(host_has_accelerator(), reason="the overrides below are for a CPU")
 
@@ -162,6 +162,40 @@ def test_the_running_cluster_is_believed_over_the_config(config_of):
     assert findings(config_of(), cluster=Cluster(cpus=5, gpus=1)) == []
     found = findings(config_of(), cluster=Cluster(cpus=4, gpus=0))
     assert [finding.key for finding in found] == ["ray_kwargs.ray_init.num_cpus", "ray_kwargs.ray_init.num_gpus"]
+
+
+def test_room_is_looked_for_node_by_node(config_of):
+    two = config_of("trainer.nnodes=2")
+
+    def on(*nodes):
+        sums = [float(sum(column)) for column in zip(*nodes, strict=True)]
+        return [found.key for found in resource_findings(two, Cluster(*sums, nodes=nodes))]
+
+    assert on((8, 1), (8, 1)) == []
+    assert on((8, 2), (8, 0)) == []  # two groups of one rank fit on one node
+    assert on((12, 1), (2, 1)) == ["trainer.nnodes"]  # verl would wait for ever: 3 CPUs are never free there
+    wide = config_of("trainer.nnodes=1", "trainer.n_gpus_per_node=2")
+    (found,) = resource_findings(wide, Cluster(16, 2, nodes=((8, 1), (8, 1))))
+    assert found.key == "trainer.nnodes"
+    assert "8 CPUs and 1 GPUs, 8 CPUs and 1 GPUs" in found.problem
+
+
+@pytest.mark.parametrize(
+    ("overrides", "keys"),
+    [
+        (["+tim.restarts.limit=0"], []),
+        (["+tim.restarts.limit=2", "trainer.save_freq=5"], []),
+        (["+tim.restarts.limit=2", "trainer.save_freq=-1"], ["trainer.save_freq"]),
+        (
+            ["+tim.restarts.limit=2", "trainer.save_freq=5", "trainer.max_actor_ckpt_to_keep=1"],
+            ["trainer.max_actor_ckpt_to_keep"],
+        ),
+        (["+tim.restarts.limit=two"], ["tim"]),
+        (["+tim.restarts={limit: 1, wait: -1}", "trainer.save_freq=5"], ["tim"]),
+    ],
+)
+def test_restarts_need_checkpoints(config_of, overrides, keys):
+    assert [finding.key for finding in findings(config_of(*overrides))] == keys
 
 
 def test_cpus_needed(config_of):

@@ -8,7 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 
 import verl_tim.training.startup as startup
-from verl_tim.training.config import BACKEND_KEY, TimConfig
+from verl_tim.training.config import BACKEND_KEY, DumpConfig, TimConfig
 
 
 def config(rollout="vexact", backend="contract", **tim):
@@ -88,3 +88,83 @@ def test_a_failed_request_stops_the_run_with_its_cause():
 def test_other_rollouts_are_not_asked():
     watch = startup.RolloutWatch(config("vllm"), [SimpleNamespace(get_replicas=lambda: pytest.fail("asked"))])
     assert watch.check() == {}
+
+
+@pytest.fixture
+def ray_with(monkeypatch):
+    """Ray whose nodes and free GPUs are what each look finds, the last for ever; the clock runs by the naps."""
+    clock = SimpleNamespace(now=0.0)
+
+    def use(*looks):
+        left = list(looks)
+
+        def look():
+            return left[0]
+
+        def nap(seconds):
+            clock.now += seconds
+            if len(left) > 1:
+                left.pop(0)
+
+        monkeypatch.setattr(startup.time, "monotonic", lambda: clock.now)
+        monkeypatch.setattr(startup.time, "sleep", nap)
+        monkeypatch.setattr(
+            startup.ray, "nodes", lambda: [{"Alive": True, "Resources": node} for node in look()["nodes"]]
+        )
+        monkeypatch.setattr(startup.ray, "available_resources", lambda: {"GPU": look()["free"]})
+        return clock
+
+    return use
+
+
+NODE = {"CPU": 8.0, "GPU": 1.0}
+
+
+def over_two_nodes(limit, wait=100):
+    made = config(restarts={"limit": limit, "wait": wait})
+    return OmegaConf.merge(made, {"trainer": {"nnodes": 2, "n_gpus_per_node": 1, "use_v1": False}})
+
+
+@pytest.fixture
+def checked(monkeypatch):
+    clusters = []
+    monkeypatch.setattr(startup, "check", lambda config, cluster: clusters.append(cluster))
+    return clusters
+
+
+def test_a_run_that_starts_again_waits_for_its_node_and_for_what_was_held(ray_with, checked):
+    clock = ray_with(
+        {"nodes": [NODE], "free": 0.0}, {"nodes": [NODE, NODE], "free": 1.0}, {"nodes": [NODE, NODE], "free": 2.0}
+    )
+    startup.check_cluster(over_two_nodes(limit=1))
+    assert clock.now == 2 * startup._LOOK_SECONDS
+    assert checked[0].nodes == ((8.0, 1.0), (8.0, 1.0))
+
+
+def test_it_does_not_wait_for_ever(ray_with, checked):
+    clock = ray_with({"nodes": [NODE], "free": 1.0})
+    startup.check_cluster(over_two_nodes(limit=1, wait=100))
+    assert 100 <= clock.now < 110
+    assert len(checked[0].nodes) == 1  # which the check refuses
+
+
+def test_without_restarts_it_does_not_wait(ray_with, checked):
+    clock = ray_with({"nodes": [NODE], "free": 1.0})
+    startup.check_cluster(over_two_nodes(limit=0))
+    assert clock.now == 0
+    assert len(checked) == 1
+
+
+def test_dumps_of_steps_after_the_checkpoint_are_forgotten(tmp_path):
+    names = [
+        "tokens/step_000002.parquet",
+        "tokens/step_000003.parquet",
+        "dumps/step_000003.pt",
+        "dumps/update_000003_part1.pt",
+    ]
+    for name in (*names, "dumps/update_000002.pt", "dumps/notes.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x")
+    startup.forget_later_steps(TimConfig(run_dir=str(tmp_path), dump=DumpConfig(every=1)), 2)
+    left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.glob("*/*"))
+    assert left == ["dumps/notes.txt", "dumps/update_000002.pt", "tokens/step_000002.parquet"]

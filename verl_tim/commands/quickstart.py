@@ -88,7 +88,6 @@ def prepared(folder: Path, rollout: str, overrides: list[str]) -> DictConfig:
             f"recipe={RECIPE}",
             f"rollout={rollout}",
             f"tim.run_dir='{folder / rollout}'",
-            f"trainer.experiment_name=quickstart-{rollout}",
             *overrides,
         ]
     )

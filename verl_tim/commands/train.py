@@ -31,6 +31,10 @@ def command(
     multirun: Annotated[
         bool, typer.Option("-m", "--multirun", help="One run for each of several values: data.seed=1,2,3.")
     ] = False,
+    restarts: Annotated[
+        int | None,
+        typer.Option(min=0, help="Starts again, from the last checkpoint, after a dead process or node: tim.restarts."),
+    ] = None,
     dry_run: Annotated[bool, typer.Option(help="Stop before the start and print the resolved config.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> None:
@@ -39,6 +43,8 @@ def command(
     from verl_tim.launch.start import ready
     from verl_tim.training.correction_config import of_run
 
+    if restarts is not None:
+        overrides = [*(overrides or []), f"tim.restarts.limit={restarts}"]
     if multirun or asks_for_several(overrides or []):
         raise typer.Exit(_several(overrides or [], dry_run=dry_run, as_json=as_json))
     with bad_input():
@@ -88,13 +94,25 @@ def _list_runs(matrix: Matrix, left: set[str], *, as_json: bool) -> None:
             ]
         )
         return
-    # the last two overrides are the run's name and folder
-    rows = [(cell.name, "" if cell.name in left else "yes", " ".join(cell.overrides[:-2])) for cell in matrix.cells]
+    # the last three overrides are the run's group at trackers, its name and its folder
+    rows = [(cell.name, "" if cell.name in left else "yes", " ".join(cell.overrides[:-3])) for cell in matrix.cells]
     table(str(matrix.folder), ("run", "done", "overrides"), rows)
 
 
 def run(config: DictConfig, *, label: str) -> Outcome:
-    """Claim the run folder and run verl in it to its end, with a live line on stderr."""
+    """Run verl to its end, with a live line on stderr, as often as `tim.restarts` says."""
+    from verl_tim.launch.restarts import run_with_restarts
+
+    console = stderr()
+    return run_with_restarts(
+        config,
+        lambda attempt: _run_once(attempt, label=label),
+        lambda line: console.print(line, markup=False, soft_wrap=True),
+    )
+
+
+def _run_once(config: DictConfig, *, label: str) -> Outcome:
+    """Claim the run folder and run verl in it to its end."""
     from pathlib import Path
 
     from verl_tim.commands.progress import RunProgress
@@ -120,6 +138,7 @@ def show(config: DictConfig, outcome: Outcome, *, as_json: bool) -> None:
                 "run_dir": config.tim.run_dir,
                 "choices": dict(config.tim.choices),
                 "seconds": round(outcome.seconds, 1),
+                "attempts": outcome.attempts,
                 "log": str(outcome.log),
                 "cause": list(outcome.cause),
                 **values,
@@ -138,6 +157,7 @@ def show(config: DictConfig, outcome: Outcome, *, as_json: bool) -> None:
             ("largest mismatch, nats", number(values["mismatch_max"])),
             ("seconds per step, median", number(values["seconds_per_step"])),
             ("seconds in all", f"{outcome.seconds:.0f}"),
+            *([("attempts", str(outcome.attempts))] if outcome.attempts > 1 else []),
             ("run folder", config.tim.run_dir),
         ]
         table(str(config.trainer.experiment_name), ("", ""), rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -13,6 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl_tim.correction import ConfigError, RolloutCorrectionConfig, UnderscoreNumber
 from verl_tim.doctor.machine import Gpu, Machine
 from verl_tim.doctor.rule import ACTOR, ENVIRONMENT, MODEL, ROLLOUT
+from verl_tim.launch.prepare import complete
 from verl_tim.training import preflight
 from verl_tim.training.config import uses_verl_tim
 from verl_tim.training.correction_config import LOSS_MODE_KEY, of_run
@@ -41,6 +43,9 @@ class View(preflight.View):
         machine: Machine | None = None,
         underscore_numbers: Sequence[UnderscoreNumber] = (),
     ) -> None:
+        # the rules speak of what would run
+        config = copy.deepcopy(config)
+        complete(config, {} if machine is None else machine.environment)
         super().__init__(config)
         self.machine = machine
         self.underscore_numbers = tuple(underscore_numbers)

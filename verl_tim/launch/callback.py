@@ -78,12 +78,17 @@ def _primary_path(config: DictConfig) -> str:
 def _run(config: DictConfig, name: str) -> int:
     """One run in a child process, its steps on stderr."""
     from verl_tim.launch.process import run_verl
+    from verl_tim.launch.restarts import run_with_restarts
     from verl_tim.launch.run_folder import claim
 
-    def on_step(step: Any) -> None:
-        print(f"verl_tim: {name}: step {step.number}", file=sys.stderr, flush=True)
+    def say(line: str) -> None:
+        print(f"verl_tim: {name}: {line}", file=sys.stderr, flush=True)
 
-    outcome = run_verl(claim(config).path, on_step=on_step)
+    outcome = run_with_restarts(
+        config,
+        lambda attempt: run_verl(claim(attempt).path, on_step=lambda step: say(f"step {step.number}")),
+        say,
+    )
     for line in outcome.cause:
         print(f"  {line}", file=sys.stderr)
     return outcome.exit_code

@@ -104,8 +104,12 @@ def _explain_unknown_key(
     key = first_line.split("'")[1]
     of_hydra = [word for word in overrides if word.startswith("hydra.")]  # such as where to search
     known = sorted({*group_options(), *flat_keys(compose(recipe.config_name, overrides=of_hydra))})
-    near = _nearest_keys(key, known)
+    if key in known:  # a mapping whose entries are the user's own, given as a whole
+        return key, "is not set so", " ".join(more).strip()
+    near = [name for name in _nearest_keys(key, known) if not key.startswith(f"{name}.")]
     remedy = f"did you mean {' or '.join(near)}? " if near else ""
+    if key.startswith("tim."):
+        return key, "is not a key of the config", remedy + "docs/configuration.md has every key of tim"
     return key, "is not a key of the config", remedy + f"To add a key that verl or a library reads, write +{key}=..."
 
 

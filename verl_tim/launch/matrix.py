@@ -24,6 +24,7 @@ from verl_tim.launch.recipes import Recipe, closest
 
 RECORD = "matrix.json"
 _GROUP = re.compile(r"\+{0,2}matrix=")
+_GROUP_OF_TRACKERS = "tim.tracking.group="
 
 
 @dataclass(frozen=True)
@@ -72,13 +73,17 @@ def matrix_of(recipe: Recipe, overrides: Sequence[str]) -> Matrix:
         for word in common
         if not _GROUP.match(word) and not word.lstrip("+").startswith(("tim.run_dir=", "tim.only=", "tim.matrix."))
     ]
+    # trackers then show together what `compare` is given together
+    group = [word for word in kept if word.lstrip("+").startswith(_GROUP_OF_TRACKERS)]
+    kept = [word for word in kept if word not in group]
+    filed = group[-1] if group else f"{_GROUP_OF_TRACKERS}'{folder.name}'"
     cells = []
     for name, words in _chosen(config).items():
         for values in product(*(_values(word) for word in swept)):
             parts = [part for part in (name, *(_as_name(value) for value in values)) if part]
             cell = "-".join(parts) or "run"
-            where = f"tim.run_dir='{folder / cell}'"
-            cells.append(Cell(cell, (*kept, *words, *values, f"trainer.experiment_name='{folder.name}-{cell}'", where)))
+            named = (filed, f"trainer.experiment_name='{cell}'", f"tim.run_dir='{folder / cell}'")
+            cells.append(Cell(cell, (*kept, *words, *values, *named)))
     return Matrix(recipe, folder, tuple(cells))
 
 

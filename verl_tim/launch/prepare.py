@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from verl_tim.launch import environment
 from verl_tim.launch.errors import LaunchError
+from verl_tim.launch.recipes import CONFIGS_PACKAGE
+from verl_tim.training.determinism import make_deterministic
 
 
 def absolute_paths(config: DictConfig) -> None:
     """Fix `tim.run_dir`, `tim.cache_dir` and `tim.gate.baseline` (relative or with ~) and the tools' files
-    (`pkg://PACKAGE/FILE`) to absolute paths, in place."""
+    (`pkg://PACKAGE/FILE`) to absolute paths, in place; name the run by its folder and its trackers by what they are."""
     for name in ("run_dir", "cache_dir"):
         value = config.tim[name]
         if not value or not isinstance(value, str):
             raise LaunchError.of(f"tim.{name}", f"is {value!r}", f"give a folder: tim.{name}=FOLDER")
         config.tim[name] = str(Path(value).expanduser().absolute())
+    _name_by_folder(config)
+    _name_trackers(config)
     for key in _PACKAGE_FILES:
         value = OmegaConf.select(config, key)
         if isinstance(value, str) and value.startswith(_PACKAGE_FILE):
@@ -26,6 +32,35 @@ def absolute_paths(config: DictConfig) -> None:
     baseline = OmegaConf.select(config, "tim.gate.baseline")
     if isinstance(baseline, str):  # what else it may be, the start-up checks say
         config.tim.gate.baseline = str(Path(baseline).expanduser().absolute())
+
+
+def complete(config: DictConfig, environ: Mapping[str, str] | None = None) -> None:
+    """What a start adds to a config, in place: variables of the workers, and all that `tim.deterministic` sets.
+
+    Args:
+        environ: for a machine that is not this one; the process environment otherwise.
+
+    Raises:
+        LaunchError: a variable that no config can hold.
+    """
+    environment.add_to_workers(config, environ)
+    make_deterministic(config)
+
+
+def _name_by_folder(config: DictConfig) -> None:
+    """A run whose name nobody chose has its folder's, so that `compare` and the trackers call it alike."""
+    text = resources.files(CONFIGS_PACKAGE).joinpath("tim.yaml").read_text(encoding="utf-8")
+    default, given = OmegaConf.create(text).trainer._get_node("experiment_name"), config.trainer
+    node = given._get_node("experiment_name")
+    if node is not None and node._value() == default._value():
+        given.experiment_name = Path(config.tim.run_dir).name
+
+
+def _name_trackers(config: DictConfig) -> None:
+    """Of several chosen trackers each option's file has written its own name over the others'."""
+    chosen = [str(name) for name in config.tim.get("trackers") or () if name not in ("console", "file")]
+    if len(chosen) > 1:
+        config.tim.choices.tracker = ",".join(chosen)
 
 
 # Files that verl opens by their path, and that may stand in a package: pkg://PACKAGE/FILE.

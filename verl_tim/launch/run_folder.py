@@ -10,11 +10,18 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_tim.diagnosis.manifest import flatten
-from verl_tim.diagnosis.run_folder import RunFolder, RunFolderError, describe_run, holds_run, read_jsonl_metrics
+from verl_tim.diagnosis.run_folder import (
+    LOG_NAME,
+    RunFolder,
+    RunFolderError,
+    describe_run,
+    holds_run,
+    read_jsonl_metrics,
+)
 from verl_tim.launch.errors import Finding, LaunchError
 
 KEY = "tim.run_dir"
-LOG = "train.log"
+LOG = LOG_NAME
 
 
 def resumes(config: DictConfig) -> bool:

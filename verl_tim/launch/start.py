@@ -47,6 +47,7 @@ def make_ready(config: DictConfig, *, progress: bool = True, folder_is_free: boo
     _check_plugin()
     _check_structure(config)
     prepare.absolute_paths(config)
+    prepare.complete(config)
     if any(OmegaConf.select(config, key, throw_on_missing=False) is None for key in keys.MADE_FROM):
         as_given = copy.deepcopy(config)
         prepare.resolve(as_given)

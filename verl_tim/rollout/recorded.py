@@ -15,7 +15,8 @@ import numpy as np
 
 RECORD_PARAM = "tim_record"  # sampling parameter: true for a sequence to be recorded
 RECORDED_FIELD = "tim_recorded"  # extra field of the output: a `Recorded.wire()`, or None
-RECORDING_ROLLOUTS = ("vexact", "stock", "vllm")  # rollouts that understand the parameter
+# Rollouts that understand the parameter; a plugin adds its own (docs/extending.md).
+RECORDING_ROLLOUTS = {"vexact", "stock", "vllm"}
 
 
 @dataclass(frozen=True)

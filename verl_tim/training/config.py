@@ -11,8 +11,11 @@ tim:
                                # run_dir/dumps; and tokens of each step sampled into run_dir/tokens; 0: none
   reuse_rollout_log_probs: {enabled: false, audit_every: 10}  # old log-probs from an exact rollout, see `reuse`
   partial_rollout: {max_version_lag: null}  # asynchronous trainers: older tokens are left out of the loss; null: none
+  tracking: {group: null, tags: []}  # how trackers file the run, see `tracking`
+  restarts: {limit: 0, wait: 600}  # of `verl-tim train`, after a dead process or node; seconds for nodes
   sample_sequences: 8          # sequences of each step whose top-1 tokens and router choices are recorded; 0: none
   poll_interval: 0.1           # seconds between two looks of the V1 trainer at its replay buffer (verl: 2.0)
+  deterministic: false         # two runs equal bit for bit, see `determinism`
 ```
 
 Every key may be left out. The workers never see this group: verl hands them `actor_rollout_ref` only, where
@@ -21,6 +24,7 @@ Every key may be left out. The workers never see this group: verl hands them `ac
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -40,6 +44,18 @@ ATTENTION_KEY = "actor_rollout_ref.model.fused_kernel_options.attention"
 CONTRACT_BACKEND = "contract"
 # Brings our FSDP engine into the workers (`actor_rollout_ref.model.external_lib`).
 EXTERNAL_LIB = "verl_tim.training.external"
+# The same, and deterministic kernels (`tim.deterministic`).
+DETERMINISTIC_LIB = "verl_tim.training.external_deterministic"
+EXTERNAL_LIBS = (EXTERNAL_LIB, DETERMINISTIC_LIB)
+# Environment variables of a run's workers.
+WORKER_ENVIRONMENT = "ray_kwargs.ray_init.runtime_env.env_vars"
+
+
+def joins_a_cluster(config: Any) -> bool:
+    """True when Ray will join a cluster that runs already, whose size this process does not know yet."""
+    return bool(_select(config, "ray_kwargs.ray_init.address") or os.environ.get("RAY_ADDRESS"))
+
+
 # verl's own (models/transformers/monkey_patch.py); another name it skips without a word.
 VERL_BACKENDS = ("torch", "triton", "liger")
 
@@ -140,6 +156,48 @@ class PartialRolloutConfig:
             )
 
 
+# What wandb takes.
+MAX_TAG_LENGTH = 64
+
+
+@dataclass(frozen=True)
+class TrackingConfig:
+    """How trackers file the run. group: null takes the recipe. tags: beside those of the run's choices."""
+
+    group: str | None = None
+    tags: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.group is not None and not (isinstance(self.group, str) and self.group):
+            raise ConfigError(f"tim.tracking.group={self.group!r}: give a name, or null for the recipe's")
+        tags = self.tags
+        if isinstance(tags, str) or not all(isinstance(tag, str) and tag.strip() for tag in tags):
+            raise ConfigError(f"tim.tracking.tags={tags!r}: give a list of words, [] for none")
+        for tag in tags:
+            if "," in tag or len(tag) > MAX_TAG_LENGTH:
+                raise ConfigError(
+                    f"tim.tracking.tags: {tag!r} has a comma or more than {MAX_TAG_LENGTH} characters: shorten or "
+                    "split it"
+                )
+        object.__setattr__(self, "tags", tuple(tags))
+
+
+@dataclass(frozen=True)
+class RestartsConfig:
+    """How often `verl-tim train` starts a run again after a process or a node died, and how many seconds such a run
+    waits for a Ray cluster that it joins to have its nodes."""
+
+    limit: int = 0
+    wait: float = 600.0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.limit, bool) or not isinstance(self.limit, int) or self.limit < 0:
+            raise ConfigError(f"tim.restarts.limit={self.limit!r}: give a number of restarts, 0 for none")
+        number = isinstance(self.wait, (int, float)) and not isinstance(self.wait, bool)
+        if not (number and 0 <= self.wait < float("inf")):
+            raise ConfigError(f"tim.restarts.wait={self.wait!r}: give seconds, 0 for no waiting")
+
+
 @dataclass(frozen=True)
 class TimConfig:
     """The `tim` group, checked. Unknown keys raise `ConfigError` naming them."""
@@ -151,15 +209,20 @@ class TimConfig:
     dump: DumpConfig = field(default_factory=DumpConfig)
     reuse_rollout_log_probs: ReuseConfig = field(default_factory=ReuseConfig)
     partial_rollout: PartialRolloutConfig = field(default_factory=PartialRolloutConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+    restarts: RestartsConfig = field(default_factory=RestartsConfig)
     sample_sequences: int = 8
     poll_interval: float = 0.1
     on_policy: bool = False
+    deterministic: bool = False
     # Read by other parts of verl_tim (building data sets and models); here only so that they count as known.
     cache_dir: str | None = None
     choices: Any = None
+    trackers: Any = None
     task: Any = None
     model: Any = None
     split: Any = None
+    launch: Any = None
     manifest: Any = None  # written by the trainer at its start, for trackers
 
     def __post_init__(self) -> None:
@@ -173,8 +236,9 @@ class TimConfig:
         number = isinstance(self.poll_interval, (int, float)) and not isinstance(self.poll_interval, bool)
         if not (number and 0 < self.poll_interval < float("inf")):
             raise ConfigError(f"tim.poll_interval={self.poll_interval!r}: give seconds above 0")
-        if not isinstance(self.on_policy, bool):
-            raise ConfigError(f"tim.on_policy={self.on_policy!r}: choose true or false")
+        for name in ("on_policy", "deterministic"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"tim.{name}={getattr(self, name)!r}: choose true or false")
         if self.dump.every and not (self.dump.dir or self.run_dir):
             raise ConfigError("tim.dump.every is set without a folder: set tim.dump.dir or tim.run_dir")
 
@@ -204,7 +268,7 @@ def uses_verl_tim(config: DictConfig | Mapping[str, Any]) -> bool:
         _select(config, "tim") is not None
         or _select(config, "actor_rollout_ref.rollout.name") in ROLLOUTS
         or _select(config, BACKEND_KEY) == CONTRACT_BACKEND
-        or _select(config, "actor_rollout_ref.model.external_lib") == EXTERNAL_LIB
+        or _select(config, "actor_rollout_ref.model.external_lib") in EXTERNAL_LIBS
     )
 
 
@@ -241,6 +305,8 @@ def _build(kind: type, values: Mapping[str, Any], where: str) -> Any:
         "dump": DumpConfig,
         "reuse_rollout_log_probs": ReuseConfig,
         "partial_rollout": PartialRolloutConfig,
+        "tracking": TrackingConfig,
+        "restarts": RestartsConfig,
     }
     arguments = {}
     for name, value in values.items():

@@ -9,7 +9,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_tim.correction import ConfigError, RolloutCorrectionConfig
-from verl_tim.training.config import EXTERNAL_LIB
+from verl_tim.training.config import EXTERNAL_LIB, EXTERNAL_LIBS
 from verl_tim.training.correction_config import (
     AGGREGATION_KEY,
     CORRECTION_KEY,
@@ -162,7 +162,7 @@ def _worker_copy(config: DictConfig, get: _Get) -> Iterator[Finding]:
 
 def _reaches_the_loss(get: _Get) -> Iterator[Finding]:
     library = get("actor_rollout_ref.model.external_lib")
-    if library != EXTERNAL_LIB:
+    if library not in EXTERNAL_LIBS:
         yield Finding(
             "actor_rollout_ref.model.external_lib",
             f"{CORRECTION_KEY} corrects something, and without this module's engine verl's worker would not",

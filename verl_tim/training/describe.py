@@ -63,12 +63,14 @@ def describe_engine(engine: Any) -> dict[str, Any]:
         facts |= {"moe_kernel": kernels, "moe_batch_invariant": exact}
     contract = getattr(engine, "contract", None)
     if contract is not None:
-        facts["extra"]["contract_table"] = dict(contract.table)
+        # the model itself has no name, and MLflow takes no parameter without one
+        facts["extra"]["contract_table"] = {name or "root": op for name, op in contract.table.items()}
     return facts
 
 
 def describe_foreign_server(server: Any, name: str) -> dict[str, Any]:
-    """Facts of a rollout server that is not ours (vllm, sglang), read in its process from what verl keeps there."""
+    """Facts of a rollout server that is not ours, read in its process from what verl keeps there (vllm, sglang), and,
+    over that, what its own method `describe()` says, where it has one."""
     config = server.config
     package = {"trtllm": "tensorrt-llm"}.get(name, name)
     try:
@@ -77,6 +79,7 @@ def describe_foreign_server(server: Any, name: str) -> dict[str, Any]:
         version = "unknown"
     # The engine computes in child processes; asking for the GPU's name here would open a CUDA context in the server.
     facts = {**process_facts("cpu"), "device_type": get_platform().device_name, "device": None}
+    own = server.describe() if callable(getattr(server, "describe", None)) else {}
     return {
         **facts,
         "backend": name,
@@ -88,6 +91,7 @@ def describe_foreign_server(server: Any, name: str) -> dict[str, Any]:
         "prefix_cache": bool(config.enable_prefix_caching),
         "log_prob_mode": config.logprobs_mode,
         "extra": {"enforce_eager": bool(config.enforce_eager), "full_determinism": bool(config.full_determinism)},
+        **own,
     }
 
 

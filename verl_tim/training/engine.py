@@ -13,6 +13,7 @@ With either backend the loss of a run under a trainer of verl_tim is the one of 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,8 +21,9 @@ import torch
 from verl.utils import tensordict_utils as tu
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
+from verl_tim.numerics import determinism
 from verl_tim.plugin import loaded
-from verl_tim.training.config import BACKEND_KEY, CONTRACT_BACKEND, VERL_BACKENDS, ConfigError
+from verl_tim.training.config import BACKEND_KEY, CONTRACT_BACKEND, DETERMINISTIC_LIB, VERL_BACKENDS, ConfigError
 from verl_tim.training.contract_limits import LIMITS, value_in_worker
 from verl_tim.training.correction_step import CorrectedUpdate, correction_of
 from verl_tim.training.forward_records import FORWARD_METRIC, ForwardRecorder
@@ -67,6 +69,9 @@ class ContractFSDPEngineWithLMHead(FSDPEngineWithLMHead):
         self._recorder = ForwardRecorder()
         # Rows of the micro-batch under way that are recorded: place -> row.
         self._recording: dict[int, int] = {}
+        if DETERMINISTIC_LIB in sys.modules:
+            # what the model draws while it is made (adapters) follows from verl's own key, the same on every rank
+            determinism.seed_all(int(engine_config.seed))
         super().__init__(model_config, engine_config, optimizer_config, checkpoint_config)
 
     def _build_module(self) -> torch.nn.Module:

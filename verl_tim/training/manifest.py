@@ -12,33 +12,48 @@ from omegaconf import OmegaConf
 
 from verl_tim.diagnosis.config_diff import correction_name
 from verl_tim.diagnosis.manifest import Manifest
+from verl_tim.diagnosis.run_folder import attempt_number
 from verl_tim.training.config import ROLLOUTS, TimConfig
 from verl_tim.training.pairing import check_pairing
+from verl_tim.training.processes import RunProcesses, server_name, servers_of, trainer_name
 
 
-def run_manifest(tim: TimConfig, config: Any, worker_group: Any, server_managers: Sequence[Any]) -> Manifest:
+def run_manifest(
+    tim: TimConfig,
+    config: Any,
+    worker_group: Any,
+    server_managers: Sequence[Any],
+    processes: RunProcesses | None = None,
+    resumed_from: int | None = None,
+    deterministic: Mapping[str, Any] | None = None,
+) -> Manifest:
     """Ask every process of the run.
 
     Args:
         worker_group: verl's RayWorkerGroup of the actor.
         server_managers: verl's LLMServerManagers.
+        processes: says where each of them is.
+        resumed_from: step of the checkpoint that was loaded.
+        deterministic: what the processes said of the mode, if it is on.
     """
     trainer, rollout = describe_trainer(worker_group), describe_rollout(config, server_managers)
     if config.actor_rollout_ref.rollout.name == "vexact" and tim.trainer_numerics == "contract":
         check_pairing(trainer, rollout)
     return Manifest.from_processes(
-        run=_run_facts(tim, config),
+        run={**_run_facts(tim, config), "resumed_from": resumed_from},
         trainer=trainer,
         rollout=rollout,
         old_log_probs=_old_log_probs(tim, config),
         correction={**_correction(config), "loss_mode": config.actor_rollout_ref.actor.policy_loss.loss_mode},
+        deterministic=deterministic,
+        places=None if processes is None else processes.places,
     )
 
 
 def describe_trainer(worker_group: Any) -> dict[str, dict[str, Any]]:
     """Facts of each actor worker, by name, from the worker itself."""
     facts = ray.get([worker.__ray_call__.remote(_describe_worker) for worker in worker_group.workers])
-    return {f"actor {rank}": described for rank, described in enumerate(facts)}
+    return {trainer_name(rank): described for rank, described in enumerate(facts)}
 
 
 def _describe_worker(worker: Any) -> dict[str, Any]:
@@ -54,16 +69,14 @@ def _describe_worker(worker: Any) -> dict[str, Any]:
 
 def describe_rollout(config: Any, server_managers: Sequence[Any]) -> dict[str, dict[str, Any]]:
     """Facts of each rollout server, by name: ours from the server itself, another's from what it lets one see."""
-    name = config.actor_rollout_ref.rollout.name
-    replicas = [replica for manager in server_managers for replica in manager.get_replicas()]
-    servers = [server for replica in replicas for server in replica.servers]
+    name, servers = config.actor_rollout_ref.rollout.name, servers_of(server_managers)
     if name in ROLLOUTS:
         facts = ray.get([server.describe.remote() for server in servers])
     else:
         from verl_tim.training.describe import describe_foreign_server
 
         facts = ray.get([server.__ray_call__.remote(describe_foreign_server, name) for server in servers])
-    return {f"server {number}": described for number, described in enumerate(facts)}
+    return {server_name(number): described for number, described in enumerate(facts)}
 
 
 def _old_log_probs(tim: TimConfig, config: Any) -> Literal["recompute", "bypass", "reuse"]:
@@ -94,5 +107,6 @@ def _run_facts(tim: TimConfig, config: Any) -> dict[str, Any]:
         "task": task,
         "algorithm": str(config.algorithm.adv_estimator),
         "seed": int(config.actor_rollout_ref.rollout.seed),
+        "attempt": attempt_number(tim.run_dir) if tim.run_dir else 1,
         "started": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
     }

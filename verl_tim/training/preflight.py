@@ -14,19 +14,23 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from verl_tim.numerics.determinism import DROPOUT_SUFFIXES
 from verl_tim.training.asynchronous_checks import asynchronous_findings, standalone_ranks
 from verl_tim.training.batches import batches, replicas
 from verl_tim.training.config import (
     BACKEND_KEY,
     CONTRACT_BACKEND,
     EXTERNAL_LIB,
+    EXTERNAL_LIBS,
     ROLLOUTS,
     VERL_BACKENDS,
     ConfigError,
     TimConfig,
+    joins_a_cluster,
 )
 from verl_tim.training.contract_limits import LIMITS, Limit
 from verl_tim.training.correction_checks import correction_findings
+from verl_tim.training.determinism import determinism_findings
 from verl_tim.training.dtypes import canonical
 from verl_tim.training.finding import Finding
 from verl_tim.training.on_policy import on_policy
@@ -41,10 +45,19 @@ CPUS_PER_STANDALONE_RANK = 2
 
 @dataclass(frozen=True)
 class Cluster:
-    """What Ray has, summed over its nodes."""
+    """What Ray has, summed over its nodes.
+
+    Attributes:
+        nodes: (CPUs, GPUs) of each node that is alive; empty: not known.
+    """
 
     cpus: float
     gpus: float
+    nodes: tuple[tuple[float, float], ...] = ()
+
+    def groups(self, ranks: int) -> int:
+        """How many times the nodes have room for the bundles of so many trainer ranks, which share a node."""
+        return int(sum(min(gpus // ranks, cpus // (CPUS_PER_RANK * ranks)) for cpus, gpus in self.nodes))
 
 
 def check(config: DictConfig, *, cluster: Cluster | None = None) -> None:
@@ -53,6 +66,11 @@ def check(config: DictConfig, *, cluster: Cluster | None = None) -> None:
     if found:
         lines = "\n".join(f"  - {finding}" for finding in found)
         raise ConfigError(f"this run cannot work as configured:\n{lines}")
+
+
+def resource_findings(config: DictConfig, cluster: Cluster) -> list[Finding]:
+    """What a cluster lacks for this run; those of `findings` that another node would mend."""
+    return list(_ray_resources(View(config), cluster))
 
 
 def findings(config: DictConfig, *, cluster: Cluster | None = None) -> list[Finding]:
@@ -142,7 +160,7 @@ def _ray_resources(view: View, cluster: Cluster | None) -> Iterator[Finding]:
     """Ray CPUs and GPU slots: with fewer than verl needs it waits for ever without a word."""
     needed = required_cpus(view.config)
     if cluster is None:
-        if view.get("ray_kwargs.ray_init.address") or os.environ.get("RAY_ADDRESS"):
+        if joins_a_cluster(view.config):
             return  # somebody else's cluster: the trainer looks at it when it is connected
         cpus = view.get("ray_kwargs.ray_init.num_cpus")
         said = "unset, so Ray takes this machine's cores" if cpus is None else "set"
@@ -156,6 +174,16 @@ def _ray_resources(view: View, cluster: Cluster | None) -> Iterator[Finding]:
             f"Ray would have {available:g} CPUs ({said}), and {view.ranks} trainer rank(s) with their helpers need "
             f"{needed}; verl would wait for ever without a word",
             f"Set ray_kwargs.ray_init.num_cpus={max(needed, 16)}; they are slots for processes, not cores",
+        )
+    per_node, nodes = int(view.get("trainer.n_gpus_per_node", 1)), int(view.get("trainer.nnodes", 1))
+    if cluster is not None and cluster.nodes and cluster.groups(per_node) < nodes:
+        have = ", ".join(f"{cpus:g} CPUs and {gpus:g} GPUs" for cpus, gpus in cluster.nodes)
+        yield Finding(
+            "trainer.nnodes",
+            f"{nodes} time(s) {per_node} trainer rank(s) are asked for, each group on one node with {per_node} GPU "
+            f"slot(s) and {CPUS_PER_RANK * per_node} CPUs, and the cluster's nodes ({have}) hold "
+            f"{cluster.groups(per_node)}; verl would wait for ever",
+            "Let the missing nodes join (`ray status`), or give them more slots (ray start --num-cpus, --num-gpus)",
         )
     slots = view.ranks + standalone_ranks(view.get)
     if view.cpu_only and (gpus or 0) < slots:
@@ -176,7 +204,7 @@ def _cpu_machine(view: View, _: Cluster | None) -> Iterator[Finding]:
         yield Finding(
             "trainer.device", f"it is {view.get('trainer.device')} on a machine without an accelerator", "Set it to cpu"
         )
-    if view.get("actor_rollout_ref.model.external_lib") != EXTERNAL_LIB:
+    if view.get("actor_rollout_ref.model.external_lib") not in EXTERNAL_LIBS:
         yield Finding(
             "actor_rollout_ref.model.external_lib",
             "verl has no training engine for CPUs, and this key brings one",
@@ -220,7 +248,7 @@ def _contract(view: View, _: Cluster | None) -> Iterator[Finding]:
             "without it verl takes log-probs from logits, past the contract",
             "Set it to true",
         )
-    if view.get("actor_rollout_ref.model.external_lib") != EXTERNAL_LIB and not view.cpu_only:
+    if view.get("actor_rollout_ref.model.external_lib") not in EXTERNAL_LIBS and not view.cpu_only:
         yield Finding(
             "actor_rollout_ref.model.external_lib",
             "the contract's engine is registered by this module",
@@ -281,8 +309,10 @@ def _rollout(view: View, _: Cluster | None) -> Iterator[Finding]:
             "without the rollout's log-probs nothing can be compared or corrected",
             "Set it to true",
         )
-    overridden = sorted(set(view.get("actor_rollout_ref.model.override_config", {})) - {"attn_implementation"})
-    for name in overridden:
+    for name, value in sorted(view.get("actor_rollout_ref.model.override_config", {}).items()):
+        # the rollout drops nothing out either
+        if name == "attn_implementation" or (name.endswith(DROPOUT_SUFFIXES) and value == 0):
+            continue
         yield Finding(
             f"actor_rollout_ref.model.override_config.{name}",
             "it changes the trainer's model and not the rollout's, which reads the model's config.json",
@@ -400,6 +430,32 @@ def _reuse(view: View, _: Cluster | None) -> Iterator[Finding]:
     yield from reuse_findings(view.config)
 
 
+def _deterministic(view: View, _: Cluster | None) -> Iterator[Finding]:
+    """tim.deterministic promises two runs that are equal bit for bit; refused are settings under which the clock, the
+    company in a batch or an unseeded draw decides numbers."""
+    yield from determinism_findings(view.config)
+
+
+def _restarts(view: View, _: Cluster | None) -> Iterator[Finding]:
+    """A run that shall start again by itself needs checkpoints, and one that is whole at any moment."""
+    limit = view.get("tim.restarts.limit", 0)
+    if not isinstance(limit, int) or limit <= 0:
+        return  # `_tim_group` says what is wrong with it
+    if int(view.get("trainer.save_freq", -1)) <= 0:
+        yield Finding(
+            "trainer.save_freq",
+            f"tim.restarts.limit={limit} would start again from the last checkpoint, and none is ever written",
+            "Set it to a number of steps",
+        )
+    for key in ("trainer.max_actor_ckpt_to_keep", "trainer.max_critic_ckpt_to_keep"):
+        if view.get(key) == 1:
+            yield Finding(
+                key,
+                f"verl removes the only checkpoint before the next is whole, and tim.restarts.limit={limit} needs one",
+                "Set it to 2",
+            )
+
+
 RULES: tuple[StartRule, ...] = (
     _tim_group,
     _ray_resources,
@@ -416,4 +472,6 @@ RULES: tuple[StartRule, ...] = (
     _correction,
     _asynchronous,
     _reuse,
+    _deterministic,
+    _restarts,
 )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,23 +12,61 @@ from typing import Any
 import ray
 from omegaconf import OmegaConf, open_dict
 
+from verl_tim.diagnosis.token_dump import FOLDER as TOKENS_FOLDER
+from verl_tim.numerics import determinism
 from verl_tim.training.baseline_gate import BaselineGate, check_setup
 from verl_tim.training.config import ROLLOUTS, TimConfig
 from verl_tim.training.correction_config import clip_range, of_run
 from verl_tim.training.observer import StepObserver
-from verl_tim.training.preflight import Cluster, check
+from verl_tim.training.preflight import Cluster, check, resource_findings
+from verl_tim.training.processes import RunProcesses, RunRoles, servers_of, worker_groups_of
+from verl_tim.training.prompt_uids import PROMPT_UIDS
 from verl_tim.training.reuse import LogProbReuse
+
+logger = logging.getLogger(__name__)
+
+_LOOK_SECONDS, _TELL_SECONDS = 2.0, 30.0
 
 
 def check_cluster(config: Any) -> None:
     """Run the start-up checks against the Ray cluster that is there, before verl waits for resources it does not have.
 
+    A run that may start again waits up to `tim.restarts.wait` for what is missing: a node that died is replaced, and
+    what the attempt before held is given back.
+
     Raises:
         ConfigError: names every key that cannot work and the remedy.
     """
-    BaselineGate.of(TimConfig.of(config).gate)  # a missing file is found before the workers start
-    resources = ray.cluster_resources()
-    check(config, cluster=Cluster(cpus=resources.get("CPU", 0.0), gpus=resources.get("GPU", 0.0)))
+    tim = TimConfig.of(config)
+    BaselineGate.of(tim.gate)  # a missing file is found before the workers start
+    deadline = time.monotonic() + (tim.restarts.wait if tim.restarts.limit else 0.0)
+    told = 0.0
+    while missing := _missing(config):
+        now = time.monotonic()
+        if now >= deadline:
+            break
+        if now >= told + _TELL_SECONDS:
+            told = now
+            logger.warning("the Ray cluster is not there yet, waiting up to %.0f s: %s", deadline - now, missing)
+        time.sleep(_LOOK_SECONDS)
+    check(config, cluster=cluster_of_now())
+
+
+def _missing(config: Any) -> str:
+    """What the cluster lacks, or has and does not give; empty: nothing."""
+    found = resource_findings(config, cluster_of_now())
+    if found:
+        return "; ".join(str(finding) for finding in found)
+    ranks = int(config.trainer.nnodes) * int(config.trainer.n_gpus_per_node)
+    free = ray.available_resources().get("GPU", 0.0)
+    return f"{ranks} GPU slots are needed and {free:g} are free" if free < ranks else ""
+
+
+def cluster_of_now() -> Cluster:
+    """What the Ray cluster that this process has joined consists of."""
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    sizes = tuple((float(has.get("CPU", 0.0)), float(has.get("GPU", 0.0))) for has in nodes)
+    return Cluster(cpus=sum(cpus for cpus, _ in sizes), gpus=sum(gpus for _, gpus in sizes), nodes=sizes)
 
 
 def make_observer(tim: TimConfig, config: Any, tokenizer: Any, reuse: LogProbReuse | None = None) -> StepObserver:
@@ -57,8 +97,7 @@ class RolloutWatch:
 
     def __init__(self, config: Any, server_managers: Sequence[Any]) -> None:
         ours = config.actor_rollout_ref.rollout.name in ROLLOUTS
-        replicas = [replica for manager in server_managers if ours for replica in manager.get_replicas()]
-        self._servers = [server for replica in replicas for server in replica.servers]
+        self._servers = servers_of(server_managers) if ours else []
 
     def check(self) -> dict[str, float]:
         """Counters since the last call as metrics, summed over the servers.
@@ -78,18 +117,81 @@ class RolloutError(RuntimeError):
     """Requests to the rollout failed, and training on without them would hide it."""
 
 
-def record_run(tim: TimConfig, config: Any, worker_group: Any, server_managers: Sequence[Any]) -> None:
+def begin_deterministic(tim: TimConfig, config: Any, trainer: Any) -> None:
+    """In the trainer's own process, before it makes anything: `tim.deterministic`, where it is on."""
+    if not tim.deterministic:
+        PROMPT_UIDS.count_by(None)  # a process may run one trainer after another
+        return
+    determinism.turn_on()
+    determinism.seed_all(int(config.actor_rollout_ref.rollout.seed))
+    PROMPT_UIDS.count_by(lambda: trainer.global_steps)
+
+
+def watch_flags(tim: TimConfig, trainer: Any, step: int) -> None:
+    """After each update: the trainer's workers are still in `tim.deterministic`, where it is on.
+
+    Raises:
+        DeterminismError: one is not.
+    """
+    from verl_tim.training.determinism_watch import check_flags
+
+    if tim.deterministic:
+        check_flags(worker_groups_of(trainer), step)
+
+
+def record_run(tim: TimConfig, config: Any, roles: RunRoles, *, resumed_from: int | None) -> RunProcesses:
     """Read the manifest from the running processes; write it into the run folder, if any, and show it to trackers.
 
     verl hands every tracker the whole config at the start of training, so it goes in there, as `tim.manifest`.
+
+    Args:
+        resumed_from: step of the checkpoint that this run goes on from; None: from the beginning.
+
+    Returns:
+        The processes that were asked.
+
+    Raises:
+        DeterminismError: with `tim.deterministic`, a process does otherwise; the manifest, with all answers, is written
+            first.
     """
+    from verl_tim.training.determinism_watch import ask_processes, check_processes
     from verl_tim.training.manifest import run_manifest
 
-    manifest = run_manifest(tim, config, worker_group, server_managers)
+    reports = {}
+    if tim.deterministic:
+        reports = ask_processes(config, roles.worker_groups, roles.server_managers, roles.agent_loops, roles.rewards)
+    processes = RunProcesses.of(roles.actor, roles.server_managers)
+    manifest = run_manifest(
+        tim,
+        config,
+        roles.actor,
+        roles.server_managers,
+        processes=processes,
+        resumed_from=resumed_from,
+        deterministic={"processes": reports} if reports else None,
+    )
     check_setup(tim.gate, manifest)
     if tim.run_dir is not None:
         folder = Path(tim.run_dir)
         folder.mkdir(parents=True, exist_ok=True)
         manifest.write(folder)
+    if tim.deterministic:
+        check_processes(config, reports)
     with open_dict(config):
         OmegaConf.update(config, "tim.manifest", manifest.to_dict(), force_add=True)
+    return processes
+
+
+def forget_later_steps(tim: TimConfig, step: int) -> None:
+    """Remove token and batch dumps of steps after `step`, which a run that goes on from there does again.
+
+    Metrics and samples of those steps stay in the files of their attempt, and readers leave them out.
+    """
+    folders = [(Path(tim.run_dir) / TOKENS_FOLDER, "step_*.parquet")] if tim.run_dir else []
+    if tim.dump_dir is not None:
+        folders += [(Path(tim.dump_dir), "step_*.pt"), (Path(tim.dump_dir), "update_*.pt")]
+    for folder, pattern in folders:
+        for path in folder.glob(pattern):
+            number = path.stem.split("_")[1]
+            if number.isdigit() and int(number) > step:
+                path.unlink()

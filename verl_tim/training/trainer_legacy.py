@@ -19,6 +19,7 @@ from verl_tim.plugin import ensure_registered
 from verl_tim.rollout.recorded import RECORD_PARAM, RECORDED_FIELD, Recorded
 from verl_tim.training.baseline import counted_rows, take_kept_baseline
 from verl_tim.training.baseline_gate import StopAfterCheckpoint
+from verl_tim.training.checkpoints import settle
 from verl_tim.training.choices import marked_rows
 from verl_tim.training.config import TimConfig, uses_verl_tim
 from verl_tim.training.correction_config import install
@@ -26,10 +27,20 @@ from verl_tim.training.correction_loss import OLD_FORWARD_FIELD
 from verl_tim.training.correction_report import REPORT_METRIC, step_metrics
 from verl_tim.training.forward_records import FORWARD_METRIC, SAMPLED_FIELD
 from verl_tim.training.observer import StepBatch, StepObserver
+from verl_tim.training.processes import RunProcesses, RunRoles
 from verl_tim.training.records import RECORD_METRIC, ROW_FIELD, take
 from verl_tim.training.reuse import LogProbReuse
 from verl_tim.training.reward_kl import missing_is_neutral
-from verl_tim.training.startup import RolloutWatch, check_cluster, make_observer, record_run
+from verl_tim.training.startup import (
+    RolloutWatch,
+    begin_deterministic,
+    check_cluster,
+    forget_later_steps,
+    make_observer,
+    record_run,
+    watch_flags,
+)
+from verl_tim.training.tracking import closed_at_the_end
 
 
 class TimRayPPOTrainer(StopAfterCheckpoint, RayPPOTrainer):
@@ -39,6 +50,7 @@ class TimRayPPOTrainer(StopAfterCheckpoint, RayPPOTrainer):
         self.tim: TimConfig | None = None
         self.observer: StepObserver | None = None
         self.watch: RolloutWatch | None = None
+        self.processes: RunProcesses | None = None
         self.correction: RolloutCorrectionConfig | None = None
         self.reuse: LogProbReuse | None = None
         if uses_verl_tim(config):
@@ -46,16 +58,21 @@ class TimRayPPOTrainer(StopAfterCheckpoint, RayPPOTrainer):
             self.tim = TimConfig.of(config)
             self.correction = install(config)
             self.reuse = LogProbReuse.of(self.tim.reuse_rollout_log_probs)
+            begin_deterministic(self.tim, config, self)
         super().__init__(config, *args, **kwargs)
 
     def init_workers(self) -> None:
         if self.tim is not None:
             check_cluster(self.config)
+            # verl loads it later, in `fit`
+            resumed_from = settle(self.config)
         super().init_workers()
         if self.tim is not None:
             self.observer = make_observer(self.tim, self.config, self.tokenizer, self.reuse)
             self.watch = RolloutWatch(self.config, [self.llm_server_manager])
-            record_run(self.tim, self.config, self.actor_rollout_wg, [self.llm_server_manager])
+            roles = RunRoles.of(self, [self.llm_server_manager], self.async_rollout_manager)
+            self.processes = record_run(self.tim, self.config, roles, resumed_from=resumed_from)
+            forget_later_steps(self.tim, resumed_from or 0)
 
     def _compute_old_log_prob(self, batch: DataProto):
         if self.observer is None:
@@ -96,6 +113,8 @@ class TimRayPPOTrainer(StopAfterCheckpoint, RayPPOTrainer):
         self._number_rows(batch, step_batch.recorded)
         output = super()._update_actor(batch)
         _forget_rows(batch)
+        assert self.tim is not None
+        watch_flags(self.tim, self, self.global_steps)
         metrics = output.meta_info["metrics"]
         records, reports, forwards = (take(metrics, name) for name in (RECORD_METRIC, REPORT_METRIC, FORWARD_METRIC))
         metrics.update(counters)
@@ -109,8 +128,9 @@ class TimRayPPOTrainer(StopAfterCheckpoint, RayPPOTrainer):
         if self.tim is None:
             super().fit()
             return
+        assert self.processes is not None
         # verl computes rewards in the middle of it
-        with missing_is_neutral():
+        with closed_at_the_end(), missing_is_neutral(), self.processes.named_when_dead():
             super().fit()
         self._raise_if_stopped(at_end=True)
 

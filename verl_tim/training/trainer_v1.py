@@ -11,7 +11,7 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,7 @@ from verl_tim.rollout.recorded import RECORDED_FIELD, Recorded
 from verl_tim.rollout.versions import UNKNOWN, token_versions
 from verl_tim.training.baseline import counted_rows, take_kept_baseline, whole_sessions
 from verl_tim.training.baseline_gate import StopAfterCheckpoint
+from verl_tim.training.checkpoints import settle
 from verl_tim.training.choices import marked_rows
 from verl_tim.training.config import TimConfig, uses_verl_tim
 from verl_tim.training.correction_config import install, optimizer_steps
@@ -38,10 +39,21 @@ from verl_tim.training.correction_loss import OLD_FORWARD_FIELD
 from verl_tim.training.correction_report import REPORT_METRIC, LossReport, step_metrics
 from verl_tim.training.forward_records import FORWARD_METRIC, SAMPLED_FIELD, ForwardRecord
 from verl_tim.training.observer import StepBatch, StepObserver
+from verl_tim.training.processes import RunProcesses, RunRoles
+from verl_tim.training.prompt_uids import prompt_order
 from verl_tim.training.records import RECORD_METRIC, ROW_FIELD, LossRecord, take
 from verl_tim.training.reuse import LogProbReuse, ReuseError
 from verl_tim.training.reward_kl import missing_is_neutral
-from verl_tim.training.startup import RolloutWatch, check_cluster, make_observer, record_run
+from verl_tim.training.startup import (
+    RolloutWatch,
+    begin_deterministic,
+    check_cluster,
+    forget_later_steps,
+    make_observer,
+    record_run,
+    watch_flags,
+)
+from verl_tim.training.tracking import closed_at_the_end
 
 if TYPE_CHECKING:
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
@@ -67,6 +79,7 @@ class TimTrainer(_Base):
         self.tim: TimConfig | None = None
         self.observer: StepObserver | None = None
         self.watch: RolloutWatch | None = None
+        self.processes: RunProcesses | None = None
         self.correction: RolloutCorrectionConfig | None = None
         self.reuse: LogProbReuse | None = None
         self._recorded: list[Recorded | None] = []  # of the step's batch, by row
@@ -80,10 +93,25 @@ class TimTrainer(_Base):
             self.tim = TimConfig.of(config)
             self.correction = install(config)
             self.reuse = LogProbReuse.of(self.tim.reuse_rollout_log_probs)
+            begin_deterministic(self.tim, config, self)
         super().__init__(config)
         if self.tim is not None:
+            if self.tim.deterministic:
+                self._sample_in_order()
             # verl looks every 2 s (replay_buffer.py:144), longer than a whole step of a small model takes.
             self.replay_buffer.poll_interval = self.tim.poll_interval
+
+    def _sample_in_order(self) -> None:
+        """verl takes rows from the replay buffer in the order in which they were finished, in validation too, where
+        means are taken and generations shown in that order."""
+        sample = self.replay_buffer.sample
+
+        def in_order(*args: Any, **kwargs: Any) -> Any:
+            batch, metrics = sample(*args, **kwargs)
+            batch.reorder(sorted(range(len(batch.keys)), key=lambda row: prompt_order(batch.keys[row])))
+            return batch, metrics
+
+        self.replay_buffer.sample = in_order
 
     def init(self) -> None:
         if self.tim is not None:
@@ -91,9 +119,12 @@ class TimTrainer(_Base):
         super().init()
         if self.tim is not None:
             self.observer = make_observer(self.tim, self.config, self.tokenizer, self.reuse)
-            managers = self._rollout_server_managers()
-            self.watch = RolloutWatch(self.config, managers)
-            record_run(self.tim, self.config, self.actor_rollout_wg, managers)
+            self.watch = RolloutWatch(self.config, self._rollout_server_managers())
+
+    def _load_checkpoint(self) -> None:
+        if self.tim is not None:
+            settle(self.config)
+        super()._load_checkpoint()
 
     def _submit_batch_to_rollout(self, batch: TensorDict) -> int:
         if self.tim is not None:
@@ -138,7 +169,12 @@ class TimTrainer(_Base):
             raise
 
     def fit(self, agent_loop_manager: Any) -> None:
-        super().fit(agent_loop_manager)
+        if self.tim is not None:
+            roles = RunRoles.of(self, self._rollout_server_managers(), agent_loop_manager)
+            self.processes = record_run(self.tim, self.config, roles, resumed_from=self.global_steps or None)
+            forget_later_steps(self.tim, self.global_steps)
+        with closed_at_the_end(), nullcontext() if self.processes is None else self.processes.named_when_dead():
+            super().fit(agent_loop_manager)
         self._raise_if_stopped(at_end=True)
 
     def on_step_begin(self) -> None:
@@ -254,6 +290,8 @@ class TimTrainer(_Base):
                 batch = super()._update_actor(batch, metrics)
         finally:
             self.actor_rollout_wg = worker_group
+        assert self.tim is not None
+        watch_flags(self.tim, self, self.global_steps)
         part = _Part(step_batch, taker.records, taker.reports, taker.forwards)
         self.observer.dump_update(self.global_steps, part.records, part.reports)
         self._parts.append(part)

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 from verl_tim.doctor.rule import ACTOR, ENVIRONMENT, ROLLOUT, Rules, Severity, found
 from verl_tim.doctor.view import View
+from verl_tim.training.config import joins_a_cluster
+from verl_tim.training.determinism import SWITCH
 from verl_tim.training.finding import Finding
 
 RULES = Rules()
@@ -56,7 +58,8 @@ def tf32(view: View) -> Iterator[Finding]:
     "exact.cublas-workspace",
     Severity.EXACTNESS,
     "CUBLAS_WORKSPACE_CONFIG",
-    remedy=f"+{ENVIRONMENT}.CUBLAS_WORKSPACE_CONFIG=':16:8', or trainer=contract, which denies split-K by itself",
+    remedy=f"+{ENVIRONMENT}.CUBLAS_WORKSPACE_CONFIG=':16:8' ({SWITCH}=true sets it), or trainer=contract, which denies "
+    "split-K by itself",
     reports=("vllm#43337",),
 )
 def cublas_workspace(view: View) -> Iterator[Finding]:
@@ -97,8 +100,8 @@ def flash_attention_version(view: View) -> Iterator[Finding]:
     f"{ROLLOUT}.full_determinism",
     f"{ACTOR}.fsdp_config.full_determinism",
     *DETERMINISM,
-    remedy=f"set the missing ones under {ENVIRONMENT}, for example NCCL_ALGO: Ring, CUBLAS_WORKSPACE_CONFIG: ':16:8', "
-    "FLASH_ATTENTION_DETERMINISTIC: '1'",
+    remedy=f"{SWITCH}=true in its place, which sets them all and asks every process; or set the missing ones under "
+    f"{ENVIRONMENT}, for example NCCL_ALGO: Ring, CUBLAS_WORKSPACE_CONFIG: ':16:8', FLASH_ATTENTION_DETERMINISTIC: '1'",
     reports=("verl#6570", "verl#6572", "verl#5179", "verl#3126"),
 )
 def determinism_variables(view: View) -> Iterator[Finding]:
@@ -123,10 +126,9 @@ def determinism_variables(view: View) -> Iterator[Finding]:
 )
 def variables_left_behind(view: View) -> Iterator[Finding]:
     """In a Ray cluster that runs already, workers inherit the environment it was started with, not this shell's. verl
-    hands on a short list only; the rest is set here and missing there.
+    hands on a short list only, and this package what `tim.launch.forward` names; the rest is set here and missing
+    there.
     """
-    from verl_tim.launch.checks.machine import joins_a_cluster
-
     if view.machine is None or not joins_a_cluster(view.config):
         return
     given = view.group(ENVIRONMENT)

@@ -10,6 +10,7 @@ from packaging.requirements import Requirement
 
 from verl_tim.doctor.rule import ACTOR, MODEL, ROLLOUT, Rules, Severity, found
 from verl_tim.doctor.view import View
+from verl_tim.training.determinism import SWITCH
 from verl_tim.training.finding import Finding
 
 RULES = Rules()
@@ -45,7 +46,8 @@ def token_budget(view: View) -> Iterator[Finding]:
     Severity.STOPS,
     f"{ROLLOUT}.full_determinism",
     f"{ROLLOUT}.n",
-    remedy="set rollout.full_determinism=false and rollout=vllm_invariant, with this package's seeded agent loop",
+    remedy=f"set rollout.full_determinism=false and {SWITCH}=true with rollout=vllm_invariant: each sample then has a "
+    "seed of its own",
 )
 def clones(view: View) -> Iterator[Finding]:
     """Under full_determinism verl gives every request of a vLLM replica one seed and one id, so the answers to a

@@ -18,6 +18,7 @@ _KEYS = {
     "spelling": ("every key outside `tim:`",),
     "values": ("every key that verl has",),
     "correction": ("algorithm.rollout_correction",),
+    "cluster": ("tim.launch",),
     "run folder": ("tim.run_dir",),
     "folders": ("tim.run_dir", "tim.cache_dir", "trainer.default_local_dir"),
     "to be made": ("tim.task", "tim.model"),
@@ -36,7 +37,7 @@ _PREFLIGHT: dict[str, tuple[str, Severity, tuple[str, ...]]] = {
     "_ray_resources": (
         "ray",
         Severity.STOPS,
-        ("ray_kwargs.ray_init.num_cpus", "ray_kwargs.ray_init.num_gpus"),
+        ("ray_kwargs.ray_init.num_cpus", "ray_kwargs.ray_init.num_gpus", "trainer.nnodes"),
     ),
     "_cpu_machine": ("cpu", Severity.STOPS, ("trainer.device", f"{MODEL}.external_lib")),
     "_strategy": ("strategy", Severity.EXACTNESS, (f"{ACTOR}.strategy",)),
@@ -100,6 +101,25 @@ _PREFLIGHT: dict[str, tuple[str, Severity, tuple[str, ...]]] = {
         "reused-log-probs",
         Severity.EXACTNESS,
         ("tim.reuse_rollout_log_probs", f"{ROLLOUT}.name", BACKEND_KEY, "algorithm.rollout_correction", "tim.gate"),
+    ),
+    "_deterministic": (
+        "deterministic",
+        Severity.EXACTNESS,
+        (
+            "tim.deterministic",
+            "NCCL_ALGO",
+            "VLLM_BATCH_INVARIANT",
+            "trainer.v1.trainer_mode",
+            f"{ROLLOUT}.name",
+            f"{ROLLOUT}.full_determinism",
+            f"{ROLLOUT}.agent.agent_loop_manager_class",
+            f"{MODEL}.override_config",
+        ),
+    ),
+    "_restarts": (
+        "restarts",
+        Severity.STOPS,
+        ("tim.restarts", "trainer.save_freq", "trainer.max_actor_ckpt_to_keep", "trainer.max_critic_ckpt_to_keep"),
     ),
 }
 # Preflight rules that look at this machine.

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from verl_tim.doctor.rule import ACTOR, ROLLOUT, Rules, Severity, found
 from verl_tim.doctor.view import View
 from verl_tim.training.config import ReuseConfig
+from verl_tim.training.determinism import SWITCH
 from verl_tim.training.finding import Finding
 from verl_tim.training.reuse import ENABLED_KEY
 
@@ -18,7 +19,7 @@ rule = RULES.rule
     "waste.deterministic-fill",
     Severity.WASTE,
     f"{ACTOR}.fsdp_config.full_determinism",
-    remedy="trainer=contract, which is deterministic without it",
+    remedy=f"{SWITCH}=true in its place, which turns the fill off",
 )
 def deterministic_fill(view: View) -> Iterator[Finding]:
     """torch.use_deterministic_algorithms fills every new tensor with NaN first, one more kernel per allocation, unless

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_tim.launch.checks import correction, data, keys, machine, made, model, reward, values, verl_config
+from verl_tim.launch.checks import cluster, correction, data, keys, machine, made, model, reward, values, verl_config
 from verl_tim.launch.errors import Finding
 from verl_tim.launch.run_folder import check_free
 
@@ -39,6 +39,7 @@ CHECKS: tuple[Check, ...] = (
     Check("spelling", "no key looks like one of verl's, misspelt", keys.check_spelling),
     Check("values", "types, ranges, choices", values.check),
     Check("correction", "algorithm.rollout_correction: keys, values, combinations", correction.check),
+    Check("cluster", "settings of tim.launch", cluster.check, of_tim=True),
     Check("run folder", "tim.run_dir is free", check_free, of_tim=True),
     Check("folders", "run folder and cache can be written to", made.check_places, of_tim=True, of_machine=True),
     Check("to be made", "settings of tim.task and tim.model", made.check_settings, of_tim=True),

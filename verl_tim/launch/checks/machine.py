@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from importlib.util import find_spec
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
+from verl_tim.launch.checks import trackers
 from verl_tim.launch.errors import Finding
-
-# Logger name in trainer.logger -> the package it imports, and how to get it.
-_LOGGER_PACKAGES = {
-    "wandb": ("wandb", "pip install 'verl_tim[wandb]'"),
-    "tensorboard": ("tensorboard", "pip install tensorboard"),
-    "swanlab": ("swanlab", "pip install swanlab"),
-    "mlflow": ("mlflow", "pip install mlflow"),
-    "trackio": ("trackio", "pip install trackio"),
-    "clearml": ("clearml", "pip install clearml"),
-}
+from verl_tim.training.config import joins_a_cluster
 
 
 def check(config: DictConfig) -> Iterator[Finding]:
@@ -45,18 +36,9 @@ def check(config: DictConfig) -> Iterator[Finding]:
 
 
 def check_packages(config: DictConfig) -> Iterator[Finding]:
-    """Packages that the chosen rollout and loggers import, and that are not installed."""
+    """Packages that the chosen rollout and loggers import and that are not installed, and logins that they need."""
     if config.actor_rollout_ref.rollout.name == "vllm" and find_spec("vllm") is None:
         yield Finding("rollout", "vllm is not installed", "pip install 'verl_tim[gpu]', or take rollout=vexact")
     if config.trainer.use_v1 and find_spec("transfer_queue") is None:
         yield Finding("trainer.use_v1", "the V1 trainer needs TransferQueue", "pip install 'TransferQueue>=0.1.10'")
-    loggers = config.trainer.logger
-    for name in [loggers] if isinstance(loggers, str) else loggers:
-        package, remedy = _LOGGER_PACKAGES.get(name, (None, ""))
-        if package is not None and find_spec(package) is None:
-            yield Finding("trainer.logger", f"{name} is not installed", f"{remedy}, or take tracker=file")
-
-
-def joins_a_cluster(config: DictConfig) -> bool:
-    """True when Ray will join a cluster that runs already, whose size this process does not know yet."""
-    return bool(OmegaConf.select(config, "ray_kwargs.ray_init.address") or os.environ.get("RAY_ADDRESS"))
+    yield from trackers.check(config)

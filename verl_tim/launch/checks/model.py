@@ -29,6 +29,17 @@ _VOCABULARIES = (
 )
 
 
+# Of httpx and huggingface_hub.
+_NO_NETWORK = (
+    "ConnectError",
+    "ConnectTimeout",
+    "ReadTimeout",
+    "ProxyError",
+    "OfflineModeIsEnabled",
+    "LocalEntryNotFoundError",
+)
+
+
 def check_model(config: DictConfig) -> Iterator[Finding]:
     """A folder that is none, no config, not one architecture, no weights; a hub name that the hub does not give."""
     if config.actor_rollout_ref.model.path is None:
@@ -39,7 +50,13 @@ def check_model(config: DictConfig) -> Iterator[Finding]:
         if is_remote(path):
             return
         error = load_error(path, "config", config.actor_rollout_ref.model.trust_remote_code)
-        if error:
+        if error and hub_is_out_of_reach(path, config.actor_rollout_ref.model.trust_remote_code):
+            yield Finding(
+                KEY,
+                f"{path} is no folder here, and the hub cannot be asked for it ({error})",
+                "look at the network, fill the cache (HF_HOME) where there is one, or give a folder",
+            )
+        elif error:
             yield Finding(KEY, f"{path} is neither a folder here nor a model that the hub gives ({error})", _remedy())
         return
     if not (folder / "config.json").is_file():
@@ -175,6 +192,13 @@ def local_folder(path: str) -> Path | None:
 def is_remote(path: str) -> bool:
     """True for a storage address that verl copies from itself (hdfs://...)."""
     return "://" in path
+
+
+def hub_is_out_of_reach(path: str, trust_remote_code: bool) -> bool:
+    """Whether a hub name could not be looked up from this machine, which says nothing about the name."""
+    if local_folder(path) is not None or is_remote(path):
+        return False
+    return load_error(path, "config", trust_remote_code).partition(":")[0] in _NO_NETWORK
 
 
 def load_error(path: str, what: str, trust_remote_code: bool) -> str:
