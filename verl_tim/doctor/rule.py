@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
+from verl_tim.training.config import WORKER_ENVIRONMENT
 from verl_tim.training.finding import Finding
 
 if TYPE_CHECKING:
     from verl_tim.doctor.view import View
 
 ACTOR, ROLLOUT, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
-ENVIRONMENT = "ray_kwargs.ray_init.runtime_env.env_vars"
+ENVIRONMENT = WORKER_ENVIRONMENT
 
 
 class Severity(Enum):

@@ -17,11 +17,11 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from verl_tim.numerics.determinism import DROPOUT_SUFFIXES
-from verl_tim.training.config import DETERMINISTIC_LIB, EXTERNAL_LIB, ROLLOUTS
+from verl_tim.training.config import DETERMINISTIC_LIB, EXTERNAL_LIB, ROLLOUTS, WORKER_ENVIRONMENT
 from verl_tim.training.finding import Finding
 
 SWITCH = "tim.deterministic"
-ENVIRONMENT = "ray_kwargs.ray_init.runtime_env.env_vars"
+ENVIRONMENT = WORKER_ENVIRONMENT
 AGENT_LOOP_KEY = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
 AGENT_LOOP = "verl_tim.rollout.agent_loop.SeededAgentLoopManager"
 _ACTOR, _ROLLOUT, _MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "model"))

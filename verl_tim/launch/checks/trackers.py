@@ -16,10 +16,9 @@ from urllib.parse import urlsplit
 from omegaconf import DictConfig, OmegaConf
 
 from verl_tim.launch.errors import Finding
-from verl_tim.training.config import joins_a_cluster
+from verl_tim.training.config import WORKER_ENVIRONMENT, joins_a_cluster
 
 KEY = "trainer.logger"
-_ENVIRONMENT = "ray_kwargs.ray_init.runtime_env.env_vars"
 
 # Logger name in trainer.logger -> the package it imports, and how to get it.
 PACKAGES = {
@@ -92,5 +91,5 @@ def _swanlab(config: DictConfig) -> Iterator[Finding]:
 
 def _variable(config: DictConfig, name: str) -> Any:
     """A variable as the run's processes will see it."""
-    given = OmegaConf.select(config, f"{_ENVIRONMENT}.{name}")
+    given = OmegaConf.select(config, f"{WORKER_ENVIRONMENT}.{name}")
     return os.environ.get(name) if given is None else given
