@@ -113,6 +113,7 @@ def test_a_ray_job_through_both_ways_in_which_ray_has_quoted(job_with, fakes, pr
 @quick
 @given(st.lists(WORD, min_size=1, max_size=3), WORD)
 @example(ODD, ODD[2])
+@example(["a\x85b\nc", "\u2028", "\u2029\r"], "\x85")
 def test_yaml_gives_back_what_was_put_in(job_with, words, value):
     job = job_with(words=tuple(words), environment={"A": value})
     task = yaml.safe_load(skypilot.task(job))

@@ -31,9 +31,12 @@ def folders(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def process_group(tmp_path_factory):
-    """A default process group of one rank, through verl's own function as verl_tim patches it."""
+    """A default process group of one rank, through verl's own function as verl_tim patches it.
+
+    A module's and not the session's: the next file of this process may want to make its own.
+    """
     import verl.utils.distributed as distributed
 
     if torch.distributed.is_initialized():

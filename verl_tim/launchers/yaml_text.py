@@ -15,8 +15,13 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
+# What YAML 1.1 reads as the end of a line, too; only in double quotes does the library write them as escapes.
+_OTHER_LINE_ENDS = frozenset("\r\x85\u2028\u2029")
+
+
 def _text(dumper: yaml.SafeDumper, value: str) -> yaml.Node:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style="|" if "\n" in value else None)
+    style = '"' if _OTHER_LINE_ENDS & set(value) else "|" if "\n" in value else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
 
 
 _Dumper.add_representer(str, _text)
