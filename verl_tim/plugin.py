@@ -406,7 +406,7 @@ def patch_start_checks() -> None:
             if uses_verl_tim(config):
                 from verl_tim.launch.underscores import refuse_in_this_job
                 from verl_tim.training.determinism import make_deterministic
-                from verl_tim.training.preflight import check
+                from verl_tim.training.start_checks import check
 
                 ensure_registered()
                 refuse_in_this_job()

@@ -30,7 +30,7 @@ from verl_tim.launch.compose import compose_config, hydra_for
 from verl_tim.launch.recipes import CONFIGS_PACKAGE, find_recipe
 from verl_tim.tasks.random_model import hf_config
 from verl_tim.training import accelerator
-from verl_tim.training.preflight import Cluster, findings
+from verl_tim.training.start_checks import Cluster, findings
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 CLUSTERS = {"cpu": (1, 1), "cpu2x1": (2, 1), "gpu1": (1, 1), "gpu8": (1, 8), "gpu2x8": (2, 8), "gpu8x8": (8, 8)}

@@ -7,7 +7,7 @@ from omegaconf import OmegaConf
 
 from verl_tim.tasks.random_model import hf_config
 from verl_tim.training.batches import batches, replicas
-from verl_tim.training.preflight import View
+from verl_tim.training.start_checks import View
 
 ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 GOOD = {

@@ -10,7 +10,7 @@ from verl_tim.launch.compose import compose_config, hydra_for
 from verl_tim.launch.recipes import find_recipe
 from verl_tim.training.config import ConfigError, TimConfig
 from verl_tim.training.on_policy import on_policy
-from verl_tim.training.preflight import RULES, View
+from verl_tim.training.start_checks import RULES, View
 
 ACTOR = "actor_rollout_ref.actor"
 LOSS_MODE = f"{ACTOR}.policy_loss.loss_mode"

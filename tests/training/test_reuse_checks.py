@@ -7,9 +7,9 @@ from omegaconf import OmegaConf
 
 from verl_tim.training.config import BACKEND_KEY, ConfigError, ReuseConfig, TimConfig
 from verl_tim.training.correction_config import CORRECTION_KEY
-from verl_tim.training.preflight import RULES
 from verl_tim.training.reuse import ENABLED_KEY
 from verl_tim.training.reuse_checks import reuse_findings
+from verl_tim.training.start_checks import RULES
 
 GOOD = {
     ENABLED_KEY: True,

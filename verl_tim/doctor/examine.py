@@ -111,7 +111,7 @@ def _start(view: View, folder_is_free: bool) -> tuple[tuple[CheckState, ...], li
     states = []
     for check in looks:
         if check.run is verl_config.check_verl_tim:
-            pairs = [] if cut_short else list(_preflight(view))
+            pairs = [] if cut_short else list(_start_checks(view))
             looked = not cut_short
         else:
             pairs = [(start.CHECK_RULES[check.name], finding) for finding in ran.get(check, [])]
@@ -123,9 +123,9 @@ def _start(view: View, folder_is_free: bool) -> tuple[tuple[CheckState, ...], li
     return tuple(states), list(by_key.values())
 
 
-def _preflight(view: View) -> Iterable[tuple[Rule, Finding]]:
+def _start_checks(view: View) -> Iterable[tuple[Rule, Finding]]:
     left_to_us = {key for key in keys.MADE_FROM if OmegaConf.select(view.config, key, throw_on_missing=False) is None}
-    for rule in start.PREFLIGHT_RULES:
+    for rule in start.START_RULES:
         if _looks(rule, view) and start.applies(rule, view):
             yield from ((rule, finding) for finding in rule.examine(view) if finding.key not in left_to_us)
 

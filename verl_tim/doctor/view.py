@@ -15,7 +15,7 @@ from verl_tim.correction import ConfigError, RolloutCorrectionConfig, Underscore
 from verl_tim.doctor.machine import Gpu, Machine
 from verl_tim.doctor.rule import ACTOR, ENVIRONMENT, MODEL, ROLLOUT
 from verl_tim.launch.prepare import complete
-from verl_tim.training import preflight
+from verl_tim.training import start_checks
 from verl_tim.training.config import uses_verl_tim
 from verl_tim.training.correction_config import LOSS_MODE_KEY, of_run
 from verl_tim.training.dtypes import canonical
@@ -25,7 +25,7 @@ PARAM_DTYPE_KEY = f"{ACTOR}.fsdp_config.mixed_precision.param_dtype"
 _DEFAULT_PARAM_DTYPE = "bf16"
 
 
-class View(preflight.View):
+class View(start_checks.View):
     """What rules read.
 
     A key that holds what nobody can mean (text where verl wants a number) reads as its default in `number`: the rule

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from verl_tim.training.finding import Finding
 
 if TYPE_CHECKING:
-    from verl_tim.training.preflight import Cluster, View
+    from verl_tim.training.start_checks import Cluster, View
 
 _ACTOR, _ROLLOUT, _REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 _MINI, _N, _BATCH = f"{_ACTOR}.ppo_mini_batch_size", f"{_ROLLOUT}.n", "data.train_batch_size"

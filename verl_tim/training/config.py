@@ -19,7 +19,7 @@ tim:
 ```
 
 Every key may be left out. The workers never see this group: verl hands them `actor_rollout_ref` only, where
-`BACKEND_KEY` says the same as `trainer_numerics`; preflight compares the two.
+`BACKEND_KEY` says the same as `trainer_numerics`; the start checks compare the two.
 """
 
 from __future__ import annotations

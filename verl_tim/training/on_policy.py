@@ -15,7 +15,7 @@ from verl_tim.training.correction_config import CORRECTION_KEY, LOSS_MODE_KEY, o
 from verl_tim.training.finding import Finding
 
 if TYPE_CHECKING:
-    from verl_tim.training.preflight import Cluster, View
+    from verl_tim.training.start_checks import Cluster, View
 
 _ACTOR = "actor_rollout_ref.actor"
 _KEY = "tim.on_policy"

@@ -18,10 +18,10 @@ from verl_tim.training.baseline_gate import BaselineGate, check_setup
 from verl_tim.training.config import ROLLOUTS, TimConfig
 from verl_tim.training.correction_config import clip_range, of_run
 from verl_tim.training.observer import StepObserver
-from verl_tim.training.preflight import Cluster, check, resource_findings
 from verl_tim.training.processes import RunProcesses, RunRoles, servers_of, worker_groups_of
 from verl_tim.training.prompt_uids import PROMPT_UIDS
 from verl_tim.training.reuse import LogProbReuse
+from verl_tim.training.start_checks import Cluster, check, resource_findings
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from verl_tim.doctor.rule import ACTOR, MODEL, ROLLOUT, Rule, Severity
 from verl_tim.doctor.view import View
 from verl_tim.launch.checks import CHECKS, Check, verl_config
-from verl_tim.training import preflight
+from verl_tim.training import start_checks
 from verl_tim.training.config import BACKEND_KEY
 from verl_tim.training.finding import Finding
 
@@ -31,8 +31,8 @@ _KEYS = {
     "lengths": ("data.max_prompt_length", "data.max_response_length", f"{ROLLOUT}.max_model_len"),
     "verl": (ACTOR, ROLLOUT, "algorithm.adv_estimator", "data.train_batch_size"),
 }
-# The rules of preflight: name, severity, keys; by function.
-_PREFLIGHT: dict[str, tuple[str, Severity, tuple[str, ...]]] = {
+# The rules of start_checks: name, severity, keys; by function.
+_START_CHECKS: dict[str, tuple[str, Severity, tuple[str, ...]]] = {
     "_tim_group": ("tim", Severity.STOPS, ("tim", "tim.trainer_numerics")),
     "_ray_resources": (
         "ray",
@@ -122,7 +122,7 @@ _PREFLIGHT: dict[str, tuple[str, Severity, tuple[str, ...]]] = {
         ("tim.restarts", "trainer.save_freq", "trainer.max_actor_ckpt_to_keep", "trainer.max_critic_ckpt_to_keep"),
     ),
 }
-# Preflight rules that look at this machine.
+# Start checks that look at this machine.
 _OF_MACHINE = ("_ray_resources", "_cpu_machine")
 _SEE_FINDING = "the finding says it"
 
@@ -145,8 +145,8 @@ def _of_check(check: Check) -> Rule:
     )
 
 
-def _of_preflight(function: preflight.StartRule) -> Rule:
-    name, severity, keys = _PREFLIGHT[function.__name__]
+def _of_start_check(function: start_checks.StartRule) -> Rule:
+    name, severity, keys = _START_CHECKS[function.__name__]
 
     def examine(view: View) -> Iterable[Finding]:
         return function(view, None)
@@ -163,14 +163,14 @@ def _of_preflight(function: preflight.StartRule) -> Rule:
     )
 
 
-# `verl_config.check_verl_tim` runs preflight's rules one after the other; here each is a rule of its own.
+# `verl_config.check_verl_tim` runs the rules of start_checks one after the other; here each is a rule of its own.
 CHECK_RULES: dict[str, Rule] = {
     check.name: _of_check(check) for check in CHECKS if check.run is not verl_config.check_verl_tim
 }
-PREFLIGHT_RULES: tuple[Rule, ...] = tuple(_of_preflight(function) for function in preflight.RULES)
-RULES: list[Rule] = [*CHECK_RULES.values(), *PREFLIGHT_RULES]
+START_RULES: tuple[Rule, ...] = tuple(_of_start_check(function) for function in start_checks.RULES)
+RULES: list[Rule] = [*CHECK_RULES.values(), *START_RULES]
 
 
 def applies(rule: Rule, view: View) -> bool:
-    """Whether a rule of preflight speaks of a config: the correction's only where this package's correction runs."""
+    """Whether a rule of start_checks speaks of a config: the correction's only where this package's correction runs."""
     return not (rule.id == "start.correction-reaches-the-loss" and view.native)

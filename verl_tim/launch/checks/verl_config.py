@@ -19,7 +19,7 @@ _DATACLASSES = ("actor_rollout_ref.actor", "actor_rollout_ref.rollout")
 
 def check_verl_tim(config: DictConfig) -> Iterator[Finding]:
     """Keys that vexact, stock, the contract or the machine do not allow (the list that also runs inside `main_ppo`)."""
-    from verl_tim.training.preflight import findings
+    from verl_tim.training.start_checks import findings
 
     yield from findings(config)
 

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from tests.training.tiny import parquet
 from verl_tim.training.accelerator import host_has_accelerator
 from verl_tim.training.config import ConfigError
-from verl_tim.training.preflight import Cluster, check, findings, required_cpus, resource_findings
+from verl_tim.training.start_checks import Cluster, check, findings, required_cpus, resource_findings
 
 pytestmark = pytest.mark.skipif(host_has_accelerator(), reason="the overrides below are for a CPU")
 
@@ -251,9 +251,9 @@ def test_plain_verl_stops_before_ray_starts(base, tmp_path):
 def test_a_run_without_verl_tim_is_left_alone(base, config_of, monkeypatch):
     from verl.utils.config import validate_config
 
-    import verl_tim.training.preflight as preflight
+    from verl_tim.training import start_checks
 
-    monkeypatch.setattr(preflight, "check", lambda *args, **kwargs: pytest.fail("checked"))
+    monkeypatch.setattr(start_checks, "check", lambda *args, **kwargs: pytest.fail("checked"))
     config = config_of(
         "actor_rollout_ref.rollout.name=vllm",
         "actor_rollout_ref.model.fused_kernel_options.impl_backend=torch",
