@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -156,27 +159,22 @@ def test_without_a_group_there_is_no_collective_to_probe():
     assert determinism.collective("cpu") == {}
 
 
+def _said(code: str, workspace: str) -> str:
+    """What a process of its own prints: cuBLAS reads its setting once, and the mode is a process's."""
+    environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": workspace}
+    code = f"import torch; from verl_tim.numerics import determinism\n{code}"
+    return subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    ).stdout
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("setting", "size"), [(":16:8", 131072), (":4096:8", 33554432)])
 def test_the_workspace_that_cublas_really_has_is_measured(setting, size):
-    import os
-    import subprocess
-    import sys
-
-    code = (
-        "import torch; from verl_tim.numerics import determinism\n"
-        "print(determinism.blas_workspace(torch.device('cuda', 0)))"
-    )
-    environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": setting}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert int(done.stdout) == size
+    assert int(_said("print(determinism.blas_workspace(torch.device('cuda', 0)))", setting)) == size
 
 
 @pytest.mark.gpu
 def test_probes_repeat_on_a_gpu_with_the_mode_on():
-    import os
-
-    if "CUBLAS_WORKSPACE_CONFIG" not in os.environ:
-        pytest.skip("torch refuses cuBLAS in deterministic mode without CUBLAS_WORKSPACE_CONFIG")
-    determinism.turn_on()
-    assert determinism.observe("cuda")["unstable"] == {}
+    code = "determinism.turn_on(); print(determinism.observe('cuda')['unstable'])"
+    assert _said(code, ":4096:8").strip() == "{}"
