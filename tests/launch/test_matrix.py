@@ -241,7 +241,7 @@ def test_a_plain_verl_multirun_is_checked_as_a_whole(tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(1800)
 def test_two_runs_of_a_plain_verl_multirun(tmp_path):
     words = [

@@ -212,8 +212,9 @@ def test_what_cannot_be_made_is_said_and_leaves_nothing(tmp_path, changes, error
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(
+    "seed", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.exhaustive)]
+)
 def test_default_models_have_a_signal_for_rl(kind, tmp_path, seed):
     card = json.loads(
         (build_base_model(kind, cache_dir=tmp_path, seed=seed, progress=False) / "model.json").read_text()

@@ -12,7 +12,7 @@ from verl_tim.diagnosis.baseline import Level, baseline_of
 from verl_tim.training.accelerator import host_has_accelerator
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.exhaustive,
     pytest.mark.timeout(1200),
     pytest.mark.skipif(host_has_accelerator(), reason="these runs are for a CPU"),
 ]

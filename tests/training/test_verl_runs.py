@@ -200,7 +200,7 @@ server.EngineServer.receive_weights = after_the_first
 """
 
 
-@slow
+@exhaustive
 def test_a_broken_receiver_ends_a_run_of_two_ranks(folders, data, tmp_path):
     """The other rank gathers on, and the trainer hears of it instead of waiting for ever."""
     run = run_verl(tmp_path, folders("qwen3"), data, *CONTRACT, ranks=2, modules={"broken_receiver": BROKEN_RECEIVER})

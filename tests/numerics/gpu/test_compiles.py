@@ -20,8 +20,10 @@ EXPECTED = {
 }  # fmt: skip
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("capability", [80, 89, 90])
+@pytest.mark.parametrize(
+    "capability",
+    [pytest.param(one, marks=pytest.mark.slow if one == 90 else pytest.mark.exhaustive) for one in (80, 89, 90)],
+)
 def test_all_kernels(capability):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
