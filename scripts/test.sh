@@ -1,19 +1,26 @@
 #!/usr/bin/env bash
 # Lint, types, and all tests that need no GPU: first the fast ones, then the slow ones (real verl runs).
-#   scripts/test.sh [--all] [PYTEST_ARGUMENT ...]
+#   scripts/test.sh [--all] [--minutes N] [PYTEST_ARGUMENT ...]
 # --all: then also the exhaustive ones (every product of choices, all real runs; an hour and more on two cores).
+# --minutes: begin no slow test later than that; what was not run is reported as skipped, by name.
 # Exit code 0 only if every part passed.
 set -uo pipefail
 # shellcheck source=scripts/env.sh
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+all='' minutes=''
+while true; do
+    case ${1:-} in
+        --all) all=1 && shift ;;
+        --minutes)
+            [[ ${2:-} =~ ^[1-9][0-9]*$ ]] || die "$0: --minutes needs a whole number of minutes, not '${2:-}'"
+            minutes=$2 && shift 2
+            ;;
+        *) break ;;
+    esac
+done
 find_or_make_env dev
 cd "$ROOT" || exit 1
 
-all=
-if [ "${1:-}" = --all ]; then
-    all=1
-    shift
-fi
 reports=$(mktemp -d)
 trap 'rm -rf "$reports"' EXIT
 names=() results=() seconds=() failed=0
@@ -34,9 +41,9 @@ part "mypy" "$PY" -m mypy
 cores=$("$PY" -c 'import os; print(min(8, os.cpu_count() or 1))')
 export OMP_NUM_THREADS=1
 part "tests, fast" "$PY" -m pytest -q -n "$cores" --dist loadfile --junitxml="$reports/fast.xml" -m "not gpu and not slow and not exhaustive" "$@"
-part "tests, slow" "$PY" -m pytest -q --junitxml="$reports/slow.xml" --durations=10 -m "slow and not gpu" "$@"
+part "tests, slow" "$PY" -m pytest -q --junitxml="$reports/slow.xml" --durations=10 ${minutes:+"--time-limit=$((minutes * 60 - SECONDS))"} -m "slow and not gpu" "$@"
 if [ -n "$all" ]; then
-    part "tests, exhaustive" "$PY" -m pytest -q --junitxml="$reports/all.xml" --durations=10 -m "exhaustive and not gpu" "$@"
+    part "tests, exhaustive" "$PY" -m pytest -q --junitxml="$reports/all.xml" --durations=10 ${minutes:+"--time-limit=$((minutes * 60 - SECONDS))"} -m "exhaustive and not gpu" "$@"
 fi
 
 printf '\n== summary\n'

@@ -1,7 +1,31 @@
+from __future__ import annotations
+
+import time
+
 import pytest
 
 from verl_tim.tasks.architectures import init_model, resolve_shape
 from verl_tim.tasks.tokenizer import build_tokenizer
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--time-limit", type=float, metavar="SECONDS", help="begin no test after so many seconds, and report the rest"
+    )
+
+
+BEGAN = pytest.StashKey[float]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[BEGAN] = time.monotonic()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    limit = item.config.getoption("--time-limit")
+    if limit is not None and time.monotonic() - item.config.stash[BEGAN] > limit:
+        pytest.skip(f"NOT RUN: --time-limit={limit:.0f} seconds had passed")
 
 
 @pytest.fixture(scope="session")

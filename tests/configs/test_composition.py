@@ -149,7 +149,7 @@ def test_a_sample_of_choices_composes():
     assert compose_rows(random.Random(0).sample(rows_of_pairs(), 12)) == 12
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_pair_of_choices_composes():
     rows = rows_of_pairs()
     seen = {(group, choice) for row in rows for group, choice in row.items()}

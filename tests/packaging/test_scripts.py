@@ -113,3 +113,25 @@ def test_script_names_the_compiler_it_wants(tmp_path):
     assert "No C compiler found" in result.stderr
     assert "apt-get install build-essential" in result.stderr
     assert not (clone / ".venv").exists()
+
+
+@pytest.mark.parametrize(("limit", "last"), [("0", "2 skipped"), ("600", "2 passed")])
+def test_what_a_time_limit_leaves_out_is_reported(limit, last):
+    words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT), f"--time-limit={limit}"]
+    words += [f"{__file__}::{name}" for name in ("test_wrong_version_is_named", "test_this_environment_has_everything")]
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.splitlines()[-1].startswith(last)
+    assert ("NOT RUN: --time-limit=0 seconds had passed" in done.stdout) == (limit == "0")
+
+
+def test_a_limit_that_is_no_number_is_refused():
+    done = subprocess.run(
+        ["bash", "scripts/test.sh", "--minutes", "soon"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
+    )
+    assert done.returncode != 0
+    assert "--minutes needs a whole number of minutes, not 'soon'" in done.stderr

@@ -9,6 +9,7 @@ from tests.training.verl_run import CONTRACT, overrides_of, run_together, select
 from verl_tim.training.accelerator import host_has_accelerator
 
 pytestmark = [
+    pytest.mark.exhaustive,
     pytest.mark.timeout(1200),
     pytest.mark.skipif(host_has_accelerator(), reason="these runs are for a CPU"),
 ]
@@ -34,9 +35,7 @@ def runs(request, folders, tmp_path_factory):
     )
 
 
-@pytest.mark.parametrize(
-    "trainer", [pytest.param("", marks=pytest.mark.slow), pytest.param("legacy-", marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.parametrize("trainer", ["", "legacy-"])
 def test_reuse_is_recomputation_without_the_pass(runs, trainer):
     plain, reused = runs[f"{trainer}recompute"], runs[f"{trainer}reuse"]
     for run in (plain, reused):
