@@ -220,7 +220,11 @@ process.run_verl(pathlib.Path(sys.argv[1]), on_step=lambda step: None)
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGHUP, signal.SIGTERM])
 def test_verl_ends_with_the_process_that_started_it(tmp_path, number):
-    watcher = subprocess.Popen([sys.executable, "-c", WATCHES, str(tmp_path)])
+    watcher = subprocess.Popen(
+        [sys.executable, "-c", WATCHES, str(tmp_path)],
+        # these tests themselves may run under nohup, and what is ignored is inherited
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
+    )
     wait_for((tmp_path / "pid").exists)
     watcher.send_signal(number)
     watcher.wait(timeout=120)
