@@ -67,9 +67,7 @@ class DrawnStep:
     top1_B: np.ndarray
 
     def part(self, keep_B: np.ndarray) -> DrawnStep:
-        return DrawnStep(
-            self.token_B[keep_B], self.log_prob_B[keep_B], self.kept_mass_B[keep_B], self.top1_B[keep_B]
-        )
+        return DrawnStep(self.token_B[keep_B], self.log_prob_B[keep_B], self.kept_mass_B[keep_B], self.top1_B[keep_B])
 
 
 class Scheduler:
