@@ -93,7 +93,17 @@ def pairwise(groups):
 
 
 def test_every_group_offers_something():
-    assert set(GROUPS) == {"cluster", "correction", "matrix", "model", "rollout", "task", "tracker", "trainer"}
+    assert set(GROUPS) == {
+        "cluster",
+        "correction",
+        "matrix",
+        "model",
+        "rollout",
+        "routing_replay",
+        "task",
+        "tracker",
+        "trainer",
+    }
     assert all(GROUPS.values())
     assert GROUPS["rollout"] == ["stock", "vexact", "vllm", "vllm_invariant"]
     assert GROUPS["trainer"] == ["contract", "stock"]

@@ -133,7 +133,8 @@ def _check_layers(routes_TLK: np.ndarray, routers: RouterMap, sample: str) -> No
 
 
 def _check_positions(routes_TLK: np.ndarray, routers: RouterMap, sample: str) -> None:
-    def refuse_where(bad_TL: np.ndarray, what: str) -> None:
+    def refuse_where(bad: Any, what: str) -> None:
+        bad_TL = np.asarray(bad)
         if bad_TL.any():
             position, place = (int(i) for i in np.argwhere(bad_TL)[0])
             ids = routes_TLK[position, place].tolist()
