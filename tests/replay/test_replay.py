@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -101,6 +103,33 @@ def test_backward_is_of_the_given_routes_with_live_scores(reentrant):
     for layer in range(tiny.LAYERS):
         assert replay.cursor(layer).forward == 0
         assert replay.cursor(layer).backward == (-1 if reentrant is None else 0)
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
+def test_backward_in_another_thread(reentrant):
+    """As on a GPU, where autograd runs in threads of its own; a forward is under way in this one meanwhile."""
+    want = given()
+    model = checkpointed(reentrant=reentrant)
+    replay = RoutingReplay(model)
+    run_pass(replay, model, want)[0].backward()
+    expected = tiny.gradients(model)
+    model.zero_grad()
+    loss = run_pass(replay, model, want)[0]
+    replay.begin(ROWS, given(8))
+    failed = []
+
+    def backward():
+        try:
+            loss.backward()
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=backward)
+    thread.start()
+    thread.join()
+    assert not failed
+    found = tiny.gradients(model)
+    assert all(tiny.same_bits(found[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])

@@ -26,9 +26,7 @@ DYNAMIC = (
     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=256",
     "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=256",
 )
-SMALL_POOL = (
-    "+actor_rollout_ref.rollout.engine_kwargs.{}={{page_size: 8, kv_cache_tokens: 176, enable_prefix_cache: true}}"
-)
+POOL = "{page_size: 8, kv_cache_tokens: 176, enable_prefix_cache: true}"  # small enough to preempt
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +50,11 @@ def assert_replayed(run, mode, steps=2):
 
 RUNS = {
     # trainer, ranks: marks, overrides
-    "V1, stock rollout": (slow, 1, (*CHECKPOINTING, *DYNAMIC, SMALL_POOL.format("stock"))),
+    "V1, stock rollout": (
+        slow,
+        1,
+        (*CHECKPOINTING, *DYNAMIC, f"+actor_rollout_ref.rollout.engine_kwargs.stock={POOL}"),
+    ),
     "V1, two ranks, padded": (exhaustive, 2, ("actor_rollout_ref.model.use_remove_padding=false",)),
     "legacy": (exhaustive, 1, (*LEGACY, *CHECKPOINTING)),
     "colocated, asynchronous": (exhaustive, 1, ("trainer.v1.trainer_mode=colocate_async",)),
@@ -93,7 +95,7 @@ def test_with_vexact_no_bit_changes(folders, data, tmp_path):
     """The gate: two runs that differ in replay alone end with equal rewards, losses and log-probs at every step."""
     made = {}
     for mode, replay in (("off", ()), ("r3", R3)):
-        overrides = (*CONTRACT, *CHECKPOINTING, *replay, SMALL_POOL.format("vexact"))
+        overrides = (*CONTRACT, *CHECKPOINTING, *replay, f"+actor_rollout_ref.rollout.engine_kwargs.vexact={POOL}")
         made[mode] = run_verl(tmp_path / mode, folders("qwen3_moe"), data, *overrides, steps=2)
     assert_replayed(made["r3"], "r3")
     for run in made.values():
@@ -111,11 +113,6 @@ def test_routes_that_are_refused_end_the_run(folders, data, tmp_path):
     """A server that loses a position: the run stops and names sample, layer and position."""
     plant = """
 from verl_tim.rollout import server
-
-def losing(self, output):
-    routes = output.routes_TLK.copy()
-    routes[2, 1] = -1
-    return routes
 
 original = server.EngineServer.generate
 

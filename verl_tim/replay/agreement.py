@@ -41,11 +41,12 @@ def agreement(given_TLK: Tensor, other_TLK: Tensor) -> Tensor:
 
     Args:
         given_TLK: the routes, `LIVE` where there are none.
+        other_TLK: as many experts of each token and layer, distinct.
     """
     has_TL = (given_TLK != LIVE).all(-1)
-    same_TL = (given_TLK.sort(-1).values == other_TLK.sort(-1).values).all(-1)
-    ordered_TL = (given_TLK == other_TLK).all(-1)
     missing_TL = 1.0 - _overlap(given_TLK, other_TLK)
+    same_TL = missing_TL == 0  # distinct on both sides and equally many
+    ordered_TL = (given_TLK == other_TLK).all(-1)
     return torch.stack(
         [
             has_TL.sum().double(),

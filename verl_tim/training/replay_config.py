@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+from omegaconf import DictConfig
+
 from verl_tim.replay.errors import ReplayError
 
 Mode = Literal["off", "r2", "r3"]
@@ -46,8 +48,9 @@ def mode_of_engine(engine_config: Any) -> Mode:
     Raises:
         ReplayError: a value that verl does not know.
     """
-    given = getattr(engine_config, "router_replay", None)
-    value = given.get("mode") if isinstance(given, Mapping) or hasattr(given, "get") else getattr(given, "mode", None)
+    given: Any = getattr(engine_config, "router_replay", None)
+    # a dataclass, or as it stood in a YAML without `_target_`
+    value = given.get("mode") if isinstance(given, (Mapping, DictConfig)) else getattr(given, "mode", None)
     name = "disabled" if value is None else str(value)
     if name not in _MODES:
         raise ReplayError(f"{REPLAY_KEY}={name}: choose {', '.join(_MODES)} (routing_replay=off, r2 or r3)")
