@@ -171,7 +171,7 @@ def compose_rows(rows):
                 assert_choices_arrived(config, recipe, choices)
                 if choices["routing_replay"] == "r2" and choices["correction"].startswith("bypass_"):
                     # bypass skips the forward in which r2 records; ours says so, too (test_replay_checks.py)
-                    with pytest.raises(ValueError, match="requires algorithm.rollout_correction.bypass_mode=False"):
+                    with pytest.raises(ValueError, match=r"requires algorithm\.rollout_correction\.bypass_mode=False"):
                         assert_verl_takes(config)
                 else:
                     assert_verl_takes(config)
