@@ -26,6 +26,9 @@ DYNAMIC = (
     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=256",
     "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=256",
 )
+FLOAT32 = (
+    "+actor_rollout_ref.actor.fsdp_config.mixed_precision={param_dtype: fp32, reduce_dtype: fp32, buffer_dtype: fp32}",
+)
 POOL = "{page_size: 8, kv_cache_tokens: 176, enable_prefix_cache: true}"  # small enough to preempt
 
 
@@ -53,12 +56,15 @@ RUNS = {
     "V1, stock rollout": (
         slow,
         1,
-        (*CHECKPOINTING, *DYNAMIC, f"+actor_rollout_ref.rollout.engine_kwargs.stock={POOL}"),
+        (*CHECKPOINTING, *DYNAMIC, *FLOAT32, f"+actor_rollout_ref.rollout.engine_kwargs.stock={POOL}"),
     ),
     "V1, two ranks, padded": (exhaustive, 2, ("actor_rollout_ref.model.use_remove_padding=false",)),
     "legacy": (exhaustive, 1, (*LEGACY, *CHECKPOINTING)),
     "colocated, asynchronous": (exhaustive, 1, ("trainer.v1.trainer_mode=colocate_async",)),
 }
+
+
+FLIPPING = {"V1, stock rollout"}  # a trainer in float32 against a rollout in bfloat16
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=marks) for name, (marks, _, _) in RUNS.items()])
@@ -68,6 +74,8 @@ def test_r3(folders, data, tmp_path, name):
         tmp_path / "run", folders("qwen3_moe"), data, *R3, *overrides, rollout="stock", ranks=ranks, steps=2
     )  # fmt: skip
     assert_replayed(run, "r3")
+    if name in FLIPPING:
+        assert all(rate > 0 for rate in run.series("tim/replay_flip_rate_before")), "no route differs"
     assert all(found > 0 for found in run.series("tim/replay_probed_tokens"))
     assert all(found > 0 for found in run.series("tim/replay_live_pairs")), "the last tokens have no route"
     assert all(found > 0 for found in run.series("tim/delta_abs_mean")), "log-probs differ still"
