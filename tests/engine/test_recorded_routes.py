@@ -139,10 +139,16 @@ def test_nothing_is_recorded_unasked():
 
 
 def test_a_dense_model_has_no_routes():
-    engine = fake_engine(kv_cache_tokens=1024)
+    engine = fake_engine(kv_cache_tokens=1024, enable_prefix_cache=True)
     engine.add("a", [2, 3], SamplingParams(max_tokens=4, record_routes=True))
     output = run_all(engine)["a"]
     assert output.routes_TLK is None
+    # and asking for them costs it no page of others
+    prompt = list(range(2, 32))
+    engine.add("b", prompt, SamplingParams(max_tokens=4))
+    run_all(engine)
+    engine.add("c", prompt, SamplingParams(max_tokens=4, record_routes=True))
+    assert run_all(engine)["c"].num_cached_tokens == 28
     assert engine.moe_layers == ()
 
 

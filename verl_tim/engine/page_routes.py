@@ -23,6 +23,11 @@ class PageRoutes:
         self._page_size = page_size
         self._recording_P = np.zeros(num_pages + 1, bool)  # pages whose owner records all that it computes
         self._routes_PSLK: np.ndarray | None = None
+        self._absent = False
+
+    def never(self) -> None:
+        """No routes will ever come: a dense model, or a runner that gives out none."""
+        self._absent = True
 
     def give(self, pages: np.ndarray, recording: bool | np.ndarray) -> None:
         """`pages` have a new owner, which records its routes, or does not (one value, or one per page)."""
@@ -31,7 +36,9 @@ class PageRoutes:
             self._routes_PSLK[pages] = UNKNOWN
 
     def num_recorded(self, pages: list[int]) -> int:
-        """How many of `pages`, from the first on, have routes, or get them in the step under way."""
+        """How many of `pages`, from the first on, have routes, or get them in this step; all where nobody has any."""
+        if self._absent:
+            return len(pages)
         recorded = self._recording_P[pages]
         return len(pages) if recorded.all() else int(recorded.argmin())
 
@@ -45,7 +52,7 @@ class PageRoutes:
     def read(self, pages: np.ndarray, count: int) -> np.ndarray | None:
         """int16 (at most `count`, layers, k): what is known of the first positions in `pages`, `UNKNOWN` elsewhere.
 
-        None where no routes were ever written: a dense model, or a runner that gives out none.
+        None where no routes were ever written.
         """
         if self._routes_PSLK is None:
             return None

@@ -147,8 +147,8 @@ class ModelRunner:
         recording = self._recording(plan)
         chosen: list[torch.Tensor] | None = None if recording is None else []
         hidden_TD = model.forward(token_ids_T, batch, self._k_pages_LPSHD, self._v_pages_LPSHD, chosen)
-        if recording is not None and chosen:
-            self._write_routes(plan, recording, recorded_routes(chosen, recording))
+        if recording is not None:
+            self._keep_routes(plan, recording, chosen)
         if not plan.draws_B.any():
             stats.build_seconds += built - began
             stats.forward_seconds += clock() - built
@@ -182,6 +182,13 @@ class ModelRunner:
         position_R = row_R - (end_B - plan.count_B - plan.start_B)[place_R]
         page_R = rows.page_SM[plan.slots_B[place_R], position_R // page_size]
         return Recording(row_R, place_R, page_R * page_size + position_R % page_size)
+
+    def _keep_routes(self, plan: StepPlan, recording: Recording, chosen: list[torch.Tensor] | None) -> None:
+        assert self._routes is not None
+        if chosen:
+            self._write_routes(plan, recording, recorded_routes(chosen, recording))
+        else:
+            self._routes.never()
 
     def _write_routes(self, plan: StepPlan, recording: Recording, routes_RLK: torch.Tensor) -> None:
         """Keep the routes of sequences that still hold the slots they ran in; pages of others have new owners."""

@@ -110,7 +110,7 @@ class StageRunner(ModelRunner):
             return None
         under_way[-1] = None
         if done.recording is not None:
-            self._keep_routes(done, done.recording)
+            self._gather_routes(done, done.recording)
         return done.plan, self._drawn(done, result)
 
     def _prepare(self, plan: StepPlan) -> _Prepared:
@@ -137,10 +137,12 @@ class StageRunner(ModelRunner):
         token_B, log_prob_B, top1_B, mass_B = ranks.from_stage(words, ranks.place.stages - 1).numpy()
         return DrawnStep(token_B, log_prob_B.view(np.float32), mass_B.view(np.float32), top1_B)
 
-    def _keep_routes(self, done: _Prepared, recording: Recording) -> None:
+    def _gather_routes(self, done: _Prepared, recording: Recording) -> None:
         """Routes through all stages' sparse layers, on every rank."""
+        assert self._routes is not None
         ranks, config, found = self._ranks, self.model.config, []
         if config.moe is None:
+            self._routes.never()
             return
         for stage in range(ranks.place.stages):
             layers = ranks.place_of(stage).layers(config.num_layers)
