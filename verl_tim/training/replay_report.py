@@ -76,7 +76,8 @@ def replay_metrics(reports: Sequence[ReplayReport]) -> dict[str, float]:
     """Metrics of one step, over all ranks and mini-batches; empty where nothing was replayed.
 
     The agreement is that of the forward of the old log-probs, where routes were replayed in it: its weights are those
-    that drew the batch. Else it is that of the policy's forwards.
+    that drew the batch. Else it is that of the policy's forwards. `flip_rate_policy` is always theirs: the weights of
+    later mini-batches have moved, and the routes have not.
     """
     if not reports:
         return {}
@@ -94,6 +95,11 @@ def replay_metrics(reports: Sequence[ReplayReport]) -> dict[str, float]:
             metrics[f"flip_rate_{name}"] = one.flips / one.pairs
             metrics[f"order_mismatch_{name}"] = one.order / one.pairs
             metrics[f"expert_mismatch_{name}"] = one.missing / one.pairs
+    policy = functools.reduce(
+        operator.add, (report.before for report in reports if report.phase == "update"), Agreement()
+    )
+    if policy.pairs:
+        metrics["flip_rate_policy"] = policy.flips / policy.pairs
     for name, sums in (
         ("before", functools.reduce(operator.add, (report.live for report in reports))),
         ("after", functools.reduce(operator.add, (report.replayed for report in reports))),
