@@ -69,6 +69,7 @@ class ReplayStep:
             yield
         except BaseException:
             self.clear()
+            self._sums.clear()
             raise
         finally:
             self._phase = before
