@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # What needs a GPU: bits first, then the whole model, then speed. Parts in the order in which a failure explains the next.
 #   scripts/test_gpu.sh [PART ...]      no part: all of them
-# Parts: kernels ops models split (with models; two GPUs or more) engine runs correction trainer kernels-speed rollout.
+# Parts: kernels ops models split (with models; two GPUs or more) engine runs replay correction trainer kernels-speed rollout.
 # OUT=FOLDER keeps each part's output (default: runs/gpu). A part that fails or runs past its limit hides no other; exit
 # code 0 only if every part passed.
 set -uo pipefail
 
-ALL="kernels ops models split engine runs correction trainer kernels-speed rollout"
+ALL="kernels ops models split engine runs replay correction trainer kernels-speed rollout"
 PARTS=${*:-$ALL}
 for name in $PARTS; do
     [[ " $ALL " == *" $name "* ]] || { echo "$0: $name is no part; parts: $ALL" >&2; exit 2; }
@@ -59,15 +59,19 @@ part engine 600 "$PY" -m pytest -q -m gpu tests/engine tests/rollout
 gpu_run() {
     local name=$1
     shift
-    part "runs.$name" 400 "$PY" -m verl_tim.cli train "$@" cluster=gpu1 trainer.total_training_steps=6 trainer.val_before_train=false \
+    part "$name" 400 "$PY" -m verl_tim.cli train "$@" cluster=gpu1 trainer.total_training_steps=6 trainer.val_before_train=false \
         trainer.test_freq=-1 actor_rollout_ref.rollout.gpu_memory_utilization=0.3 "tim.run_dir=$WORK/$name"
-    [ -f "$WORK/$name/train.log" ] && cp "$WORK/$name/train.log" "$OUT/runs.$name.train.log"
+    [ -f "$WORK/$name/train.log" ] && cp "$WORK/$name/train.log" "$OUT/$name.train.log"
     return 0
 }
-gpu_run dense recipe=cpu_grpo rollout=vexact
-gpu_run moe recipe=cpu_moe_grpo rollout=vexact
-gpu_run reinforce recipe=cpu_reinforce rollout=vexact
-gpu_run vllm recipe=cpu_grpo rollout=vllm
+gpu_run runs.dense recipe=cpu_grpo rollout=vexact
+gpu_run runs.moe recipe=cpu_moe_grpo rollout=vexact
+gpu_run runs.reinforce recipe=cpu_reinforce rollout=vexact
+gpu_run runs.vllm recipe=cpu_grpo rollout=vllm
+# vLLM's experts against the trainer's own choice, and in its place; `verl-tim compare` of the two folders shows the rest.
+part replay.handles 200 "$PY" -m pytest -q -m gpu tests/replay
+gpu_run replay.off recipe=cpu_moe_grpo rollout=vllm trainer=stock routing_replay=off
+gpu_run replay.r3 recipe=cpu_moe_grpo rollout=vllm trainer=stock routing_replay=r3
 part correction 200 "$PY" -m verl_tim.cli bench correction --device cuda
 part trainer 300 "$PY" -m verl_tim.cli bench kernels --part trainer
 part kernels-speed 600 "$PY" -m verl_tim.cli bench kernels --part gemm --part attention --part rows --part moe --part head

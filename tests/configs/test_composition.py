@@ -66,6 +66,10 @@ def assert_choices_arrived(config, recipe, choices):
     contract = choices.get("trainer", "contract") == "contract"
     assert config.actor_rollout_ref.model.use_fused_kernels is contract
     assert config.actor_rollout_ref.model.fused_kernel_options.impl_backend == ("contract" if contract else "torch")
+    replay = choices.get("routing_replay", "off")
+    mode = OmegaConf.select(config, "actor_rollout_ref.actor.fsdp_config.router_replay.mode")
+    assert mode == {"off": None, "r2": "R2", "r3": "R3"}[replay]
+    assert rollout.enable_rollout_routing_replay is (replay == "r3")
     bypass = choices.get("correction", "none").startswith("bypass_")
     assert config.algorithm.rollout_correction.bypass_mode is bypass
     assert (config.actor_rollout_ref.actor.policy_loss.loss_mode == "bypass_mode") is bypass
@@ -93,7 +97,17 @@ def pairwise(groups):
 
 
 def test_every_group_offers_something():
-    assert set(GROUPS) == {"cluster", "correction", "matrix", "model", "rollout", "task", "tracker", "trainer"}
+    assert set(GROUPS) == {
+        "cluster",
+        "correction",
+        "matrix",
+        "model",
+        "rollout",
+        "routing_replay",
+        "task",
+        "tracker",
+        "trainer",
+    }
     assert all(GROUPS.values())
     assert GROUPS["rollout"] == ["stock", "vexact", "vllm", "vllm_invariant"]
     assert GROUPS["trainer"] == ["contract", "stock"]
@@ -108,6 +122,21 @@ def test_every_group_offers_something():
         ]
         == RECIPES
     )
+
+
+@pytest.mark.parametrize("replay", GROUPS["routing_replay"])
+def test_routing_replay_reaches_the_workers_engine(replay):
+    from verl_tim.training.replay_checks import replay_findings
+    from verl_tim.training.replay_config import mode_of_engine
+
+    choices = {"rollout": "stock", "trainer": "stock", "routing_replay": replay}
+    with hydra_for(find_recipe("cpu_moe_grpo")):
+        config = config_of("cpu_moe_grpo", choices)
+    assert_choices_arrived(config, "cpu_moe_grpo", choices)
+    rollout, actor = assert_verl_takes(config)
+    assert mode_of_engine(actor.engine) == replay
+    assert rollout.enable_rollout_routing_replay is (replay == "r3")
+    assert list(replay_findings(config, cpu_only=True)) == []
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -140,7 +169,12 @@ def compose_rows(rows):
                 choices = {group: choice for group, choice in row.items() if group != "recipe"}
                 config = config_of(recipe, choices)
                 assert_choices_arrived(config, recipe, choices)
-                assert_verl_takes(config)
+                if choices["routing_replay"] == "r2" and choices["correction"].startswith("bypass_"):
+                    # bypass skips the forward in which r2 records; ours says so, too (test_replay_checks.py)
+                    with pytest.raises(ValueError, match=r"requires algorithm\.rollout_correction\.bypass_mode=False"):
+                        assert_verl_takes(config)
+                else:
+                    assert_verl_takes(config)
                 count += 1
     return count
 

@@ -22,7 +22,7 @@ FAULTS = {
     "verl#3915: denominators before rejection": ["correction.denominators"],
     "verl#6240, trl#6789: constants of sampling": ["exact.logprobs-mode", "exact.sampling-support"],
     "verl#6280, #2996: other micro-batch shapes": ["exact.micro-batches"],
-    "verl#7340, #5037, #7106: router replay that does not replay": ["correction.router-replay", "exact.routes"],
+    "verl#7340, #5037, #7106: router replay that does not replay": ["start.routing-replay", "exact.routes"],
     "verl#6570, #6572, #5179, #3126: determinism variables": [
         "exact.determinism-variables",
         "exact.variables-left-behind",

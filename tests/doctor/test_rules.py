@@ -407,15 +407,15 @@ CASES = [
         facts={"model": {"vocab_size": 128}, "tokens": 99},
     ),
     Case(
-        "correction.router-replay",
+        "start.routing-replay",
         f"{ROLLOUT}.enable_rollout_routing_replay",
         {f"{ROLLOUT}.enable_rollout_routing_replay": True},
         {f"{ROLLOUT}.enable_rollout_routing_replay": True, f"{ACTOR}.strategy": "megatron"},
     ),
     Case(
-        "correction.router-replay",
+        "start.routing-replay",
         f"{ENGINE}.router_replay.mode",
-        {f"{ENGINE}.router_replay.mode": "R2"},
+        {f"{ENGINE}.router_replay.mode": "R3"},
         {f"{ENGINE}.router_replay.mode": "disabled"},
     ),
     Case("waste.nothing-to-correct", CORRECTION_KEY, TOKEN_TIS, {}, base="vexact"),

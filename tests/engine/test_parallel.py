@@ -84,7 +84,7 @@ def bits(output) -> tuple:
 
 
 def routes(output) -> list | None:
-    return None if output.routes_NLK is None else output.routes_NLK.tolist()
+    return None if output.routes_TLK is None else output.routes_TLK.tolist()
 
 
 @pytest.fixture(scope="module")

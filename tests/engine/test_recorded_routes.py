@@ -1,4 +1,4 @@
-"""Routes recorded for some requests: those of the row that drew each token, whatever the engine was doing besides."""
+"""Routes recorded for some requests: those of every position, whatever the engine was doing besides."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RoutedModel(FakeModel):
 
 
 def expected(prompt, token_ids):
-    read = [prompt[-1], *token_ids[:-1]]
+    read = [*prompt, *token_ids[:-1]]
     return np.array([[[token, layer] for layer in range(LAYERS)] for token in read], np.int16)
 
 
@@ -40,10 +40,11 @@ def expected(prompt, token_ids):
         {"max_num_batched_tokens": 16, "max_prefill_chunk": 5},
         {"kv_cache_tokens": 96},  # preempts
         {"kv_cache_tokens": 512, "enable_prefix_cache": True},
+        {"kv_cache_tokens": 96, "enable_prefix_cache": True, "max_num_batched_tokens": 16, "max_prefill_chunk": 5},
     ],
-    ids=["plain", "chunks", "preemption", "prefix cache"],
+    ids=["plain", "chunks", "preemption", "prefix cache", "all of it"],
 )
-def test_each_token_has_the_routes_of_the_row_that_drew_it(settings):
+def test_every_position_has_its_routes(settings):
     model = RoutedModel()
     engine = fake_engine(model, **{"kv_cache_tokens": 1024, **settings})
     prompts = random_prompts(9, 1, 30, VOCAB)
@@ -55,10 +56,78 @@ def test_each_token_has_the_routes_of_the_row_that_drew_it(settings):
     for index, prompt in enumerate(prompts):
         output = outputs[str(index)]
         if index % 3:
+            assert output.routes_TLK is None
             assert output.routes_NLK is None
         else:
-            assert output.routes_NLK.dtype == np.int16
-            assert (output.routes_NLK == expected(prompt, output.token_ids)).all()
+            assert output.routes_TLK.dtype == np.int16
+            whole = expected(prompt, output.token_ids)
+            assert (output.routes_TLK == whole).all()
+            # the rows that drew the tokens
+            assert (output.routes_NLK == whole[len(prompt) - 1 :]).all()
+
+
+def test_shared_pages_bring_their_routes():
+    """Of a prompt that comes again, and of one whose pages nobody recorded, which is computed again."""
+    model = RoutedModel()
+    engine = fake_engine(model, kv_cache_tokens=1024, enable_prefix_cache=True)
+    prompt = list(range(2, 32))
+    params = {"max_tokens": 4, "seed": 1}
+
+    def run(name, token_ids, **more):
+        engine.add(name, token_ids, SamplingParams(**params, **more))
+        return run_all(engine)[name]
+
+    first = run("a", prompt, record_routes=True)
+    again = run("b", prompt, record_routes=True)
+    assert first.num_cached_tokens == 0
+    assert again.num_cached_tokens == 28
+    for output in (first, again):
+        assert (output.routes_TLK == expected(prompt, output.token_ids)).all()
+    other = prompt[::-1]
+    run("c", other)
+    recorded = run("d", other, record_routes=True)
+    assert recorded.num_cached_tokens == 0, "pages without routes were shared"
+    assert (recorded.routes_TLK == expected(other, recorded.token_ids)).all()
+
+
+def test_requests_that_share_pages_within_one_step():
+    model = RoutedModel()
+    engine = fake_engine(model, kv_cache_tokens=1024, enable_prefix_cache=True, max_num_batched_tokens=256)
+    prompt = list(range(2, 32))
+    for name in "abcd":
+        engine.add(name, prompt, SamplingParams(max_tokens=4, seed=ord(name), record_routes=True))
+    outputs = run_all(engine)
+    assert engine.stats().prefix_hit_tokens == 3 * 28
+    for output in outputs.values():
+        assert (output.routes_TLK == expected(prompt, output.token_ids)).all()
+
+
+def test_what_was_known_first_stays():
+    """A token keeps the routes that it was drawn with, when its sequence is computed again under other weights."""
+
+    class Moving(RoutedModel):
+        shift = 0
+
+        def forward(self, token_ids_T, paged, k_pages, v_pages, chosen=None):
+            inner = None if chosen is None else []
+            hidden = super().forward(token_ids_T, paged, k_pages, v_pages, inner)
+            if chosen is not None:
+                chosen += [ids + torch.tensor([0, 100 * self.shift]) for ids in inner]
+            return hidden
+
+    model = Moving()
+    engine = fake_engine(model, kv_cache_tokens=1024)
+    prompt = [5, 6, 7]
+    engine.add("a", prompt, SamplingParams(max_tokens=8, seed=3, ignore_eos=True, record_routes=True))
+    for _ in range(3):
+        engine.step()
+    model.shift = 1
+    engine.update_weights([("salt", torch.tensor(1))], 1)
+    output = run_all(engine)["a"]
+    drawn_before = output.weight_versions.count(0)
+    assert 0 < drawn_before < 8
+    second_T = output.routes_TLK[:, 0, 1]
+    assert second_T.tolist() == [0] * (len(prompt) + drawn_before - 1) + [100] * (8 - drawn_before)
 
 
 def test_nothing_is_recorded_unasked():
@@ -70,10 +139,16 @@ def test_nothing_is_recorded_unasked():
 
 
 def test_a_dense_model_has_no_routes():
-    engine = fake_engine(kv_cache_tokens=1024)
+    engine = fake_engine(kv_cache_tokens=1024, enable_prefix_cache=True)
     engine.add("a", [2, 3], SamplingParams(max_tokens=4, record_routes=True))
     output = run_all(engine)["a"]
-    assert output.routes_NLK is None
+    assert output.routes_TLK is None
+    # and asking for them costs it no page of others
+    prompt = list(range(2, 32))
+    engine.add("b", prompt, SamplingParams(max_tokens=4))
+    run_all(engine)
+    engine.add("c", prompt, SamplingParams(max_tokens=4, record_routes=True))
+    assert run_all(engine)["c"].num_cached_tokens == 28
     assert engine.moe_layers == ()
 
 

@@ -80,7 +80,6 @@ def test_options_of_another_rollout_are_not_read():
         ({"expert_parallel_size": 2}, "rollout.expert_parallel_size=2"),
         ({"quantization": "fp8"}, "rollout.quantization"),
         ({"repetition_penalty": 1.1}, "rollout.repetition_penalty"),
-        ({"enable_rollout_routing_replay": True}, "enable_rollout_routing_replay"),
         ({"mtp": {"enable": True, "enable_rollout": True}}, "mtp.enable_rollout"),
         ({"disaggregation": {"enabled": True}}, "disaggregation.enabled"),
         ({"dtype": "float16"}, "rollout.dtype=float16"),

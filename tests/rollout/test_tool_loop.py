@@ -5,6 +5,7 @@ import json
 from importlib import resources
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from verl.experimental.agent_loop.agent_loop import DictConfigWrap, ToolListWrap
 from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop
@@ -16,7 +17,9 @@ from verl_tim.launch.compose import compose_config, hydra_for
 from verl_tim.launch.errors import LaunchError
 from verl_tim.launch.prepare import absolute_paths
 from verl_tim.launch.recipes import find_recipe
+from verl_tim.replay import RouterMap
 from verl_tim.rollout.compare_sum import total_of, verdict
+from verl_tim.rollout.routes import ROUTE_ERROR_FIELD, take_routes
 from verl_tim.rollout.tool_parser import LastLineParser
 from verl_tim.tasks.catalog import TASKS, resolve_difficulty
 from verl_tim.tasks.problems import stream_problems
@@ -47,15 +50,26 @@ def tools(config):
 
 
 class Replies:
-    """A rollout that gives the token ids it is told, whatever the prompt; it keeps the prompts."""
+    """A rollout that gives the token ids it is told, whatever the prompt; it keeps the prompts.
+
+    Its routes say the position and the turn: expert 1 + position % 6, and expert 7 in odd turns, 0 in even ones.
+    """
 
     def __init__(self, replies):
         self.replies, self.prompts = list(replies), []
 
+    def _routes(self, positions):
+        place = np.arange(positions)
+        return np.stack([1 + place % 6, np.full(positions, 7 * (len(self.prompts) % 2))], -1)[:, None].astype(np.uint8)
+
     async def generate(self, *, request_id, prompt_ids, sampling_params, **kwargs):
         self.prompts.append(list(prompt_ids))
         ids = self.replies[len(self.prompts) - 1]
-        return TokenOutput(token_ids=ids, log_probs=[-(len(self.prompts) + n / 100) for n in range(len(ids))])
+        return TokenOutput(
+            token_ids=ids,
+            log_probs=[-(len(self.prompts) + n / 100) for n in range(len(ids))],
+            routed_experts=self._routes(len(prompt_ids) + len(ids) - 1),
+        )
 
 
 def converse(config, tokenizer, tools, replies):
@@ -103,6 +117,21 @@ def test_drawn_tokens_are_kept_and_the_tools_are_masked(config, tokenizer, tools
         whole = output.prompt_ids + ids
         assert prompt == whole[: len(prompt)]
         assert whole[len(prompt) : len(prompt) + len(replies[turn])] == replies[turn]
+
+
+def test_routes_cover_a_conversation_up_to_its_last_drawn_token(config, tokenizer, tools):
+    """Each request runs over everything before it, so the last one's routes are whole, tool's tokens included."""
+    end = tokenizer.eos_token_id
+    replies = [[*tokenizer.encode("12"), end], [*tokenizer.encode("11"), end], [end]]
+    server, output = converse(config, tokenizer, tools, replies)
+    whole = len(output.prompt_ids) + len(output.response_ids)
+    routers = RouterMap(layers=(0,), num_layers=1, num_experts=8, top_k=2)
+    take_routes(output, routers, sample="u")
+    assert output.extra_fields.get(ROUTE_ERROR_FIELD) is None
+    routes = output.routed_experts[:, 0]
+    assert (routes[:-1, 0] == 1 + np.arange(whole - 1) % 6).all()
+    assert (routes[:-1, 1] == 7 * (len(server.prompts) % 2)).all()
+    assert (routes[-1] == -1).all()
 
 
 def test_a_silent_reply_and_the_last_turn_end_a_conversation(config, tokenizer, tools):

@@ -11,7 +11,13 @@ from typing import Any
 import torch
 from verl.trainer.config import CheckpointConfig
 from verl.utils import tensordict_utils as tu
-from verl.workers.config import FSDPActorConfig, FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+from verl.workers.config import (
+    EngineRouterReplayConfig,
+    FSDPActorConfig,
+    FSDPEngineConfig,
+    FSDPOptimizerConfig,
+    HFModelConfig,
+)
 from verl.workers.engine.base import EngineRegistry
 from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import response_from_nested
@@ -45,6 +51,7 @@ class Row:
     log_probs: list[float]
     version: int
     recorded: Any = None
+    routes: Any = None  # int16 [positions, layers, k], as the server returned them
 
 
 class TrainerSide:
@@ -62,7 +69,10 @@ class TrainerSide:
         checkpointing: bool = False,
         forward_only: bool = False,
         lr: float = 3e-3,
+        replay: str = "disabled",
+        dynamic: int | None = None,
     ) -> None:
+        self.dynamic = dynamic  # tokens of a micro-batch; None: micro_batch rows
         self.packed, self.micro_batch, self.temperature = packed, micro_batch, temperature
         self.model_config = HFModelConfig(
             path=folder,
@@ -77,6 +87,7 @@ class TrainerSide:
             strategy="fsdp2",
             use_torch_compile=False,
             forward_only=forward_only,
+            router_replay=EngineRouterReplayConfig(mode=replay),
             mixed_precision={"param_dtype": param_dtype, "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
         )
         engine_class = EngineRegistry.get_engine_cls("language_model", "fsdp2")
@@ -104,16 +115,21 @@ class TrainerSide:
         }
         if any(row.recorded is not None for row in rows):
             tensors[SAMPLED_FIELD] = marked_rows([row.recorded for row in rows])
+        if rows[0].routes is not None:
+            routes = [torch.as_tensor(row.routes) for row in rows]
+            tensors["routed_experts"] = torch.nested.as_nested_tensor(routes, layout=torch.jagged)
         for name, values in fields.items():
             tensors[name] = nested(values, torch.float32)
+        sizes: dict[str, Any] = {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": self.micro_batch}
+        if self.dynamic is not None:
+            sizes = {"use_dynamic_bsz": True, "max_token_len_per_gpu": self.dynamic}
         return tu.get_tensordict(
             tensors,
             {
+                **sizes,
                 "temperature": self.temperature,
                 "use_remove_padding": self.packed,
                 "use_fused_kernels": self.model_config.use_fused_kernels,
-                "use_dynamic_bsz": False,
-                "micro_batch_size_per_gpu": self.micro_batch,
                 "global_batch_size": len(rows),
                 "calculate_entropy": True,
             },
@@ -145,7 +161,9 @@ class TrainerSide:
 class RolloutSide:
     """A server, and the weight transfer of `ServerAdapter`, without Ray."""
 
-    def __init__(self, folder: str, *, name: str = "vexact", dtype: str = "bfloat16", **engine_kwargs: Any) -> None:
+    def __init__(
+        self, folder: str, *, name: str = "vexact", dtype: str = "bfloat16", routes: bool = False, **engine_kwargs: Any
+    ) -> None:
         self.dtype = dtype
         config = {
             "name": name,
@@ -157,6 +175,7 @@ class RolloutSide:
             "max_num_batched_tokens": 64,
             "seed": 0,
             "load_format": "dummy",
+            "enable_rollout_routing_replay": routes,
             "engine_kwargs": {name: engine_kwargs},
         }
         options = rollout_options(config, model_path=folder, max_position_embeddings=128, device="cpu")
@@ -204,6 +223,7 @@ class RolloutSide:
                 output.log_probs,
                 output.extra_fields["global_steps"],
                 Recorded.of_wire(output.extra_fields[RECORDED_FIELD]),
+                output.routed_experts,
             )
             for prompt, output in zip(prompts, run(everything()), strict=True)
         ]

@@ -72,6 +72,15 @@ def test_seeds_of_a_setting_share_it_and_a_group_can_be_named(config, tmp_path):
     assert Labels.of(other).group == "mine"
 
 
+def test_replay_makes_another_setting(config):
+    choices = {**config["tim"]["choices"], "routing_replay": "r3"}
+    replaying = Labels.of({**config, "tim": {**config["tim"], "choices": choices}})
+    assert replaying.setting == "stock-contract-token_tis-r3"
+    assert "replay:r3" in replaying.all_tags
+    assert config["tim"]["choices"]["routing_replay"] == "off"
+    assert not [tag for tag in Labels.of(config).all_tags if tag.startswith("replay")]
+
+
 def test_a_config_without_choices_is_filed_by_what_runs():
     config = {
         "tim": {},

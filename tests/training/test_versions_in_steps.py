@@ -12,10 +12,12 @@ import torch
 from tests.training.test_observer import batch, bypassed, flip_one_bit, observer, recorded, records
 from verl_tim.commands.headline import mismatch_of
 from verl_tim.diagnosis.token_dump import read_dumps
+from verl_tim.replay import Agreement
 from verl_tim.rollout.versions import UNKNOWN
 from verl_tim.training.config import ConfigError, DumpConfig, SamplesConfig, TimConfig
 from verl_tim.training.forward_records import ForwardRecord
 from verl_tim.training.observer import MismatchError, StepBatch
+from verl_tim.training.replay_report import ReplayReport
 from verl_tim.training.trainer_v1 import _Part
 
 STEP = 7  # its update starts from version 6
@@ -193,10 +195,12 @@ def test_a_step_in_parts_reports_as_one(tmp_path):
         made.before_update(STEP, part)
         seen = [dataclasses.replace(record, row_B=record.row_B - 2 * number) for record in [records(whole)[number]]]
         made.dump_update(STEP, seen, ())
-        updated.append(_Part(part, seen, [], [ForwardRecord(0, np.zeros(5, np.int32))]))
+        replayed = ReplayReport("old", Agreement(pairs=1), Agreement(pairs=1))
+        updated.append(_Part(part, seen, [], [ForwardRecord(0, np.zeros(5, np.int32))], [replayed]))
     joined = _Part.joined(updated)
     assert [record.row_B.tolist() for record in joined.records] == [[1, 0], [3, 2]]
     assert [forward.row for forward in joined.forwards] == [0, 2]
+    assert len(joined.replays) == len(updated)
     assert made.after_update(STEP, joined.batch, joined.records) == want
     files = sorted(path.name for path in (tmp_path / "dumps").iterdir())
     assert files == [

@@ -60,8 +60,8 @@ class SamplingParams:
         ignore_eos: draw on past the model's end-of-sequence tokens; stop_token_ids still stop.
         repetition_penalty: only 1.0. A penalty makes the sampled distribution depend on the history in a way that the
             trainer's log-prob does not know, so any other value would be a mismatch by construction.
-        record_routes: keep the experts that each sparse layer chose for each drawn token; nothing in a dense model,
-            nor by the runner of a GPU, whose recorded steps do not give them out.
+        record_routes: keep the experts that each sparse layer chose at each position; nothing in a dense model, nor by
+            the runner of a GPU, whose recorded steps do not give them out.
 
     Raises:
         RequestError: a value is out of range or of the wrong type; the message names it.
@@ -254,7 +254,7 @@ class Request:
     page_keys: list[bytes] = field(default_factory=list)  # prefix cache: keys of its full pages, under page_root
     page_root: bytes = b""
     num_registered: int = 0  # of its pages, how many the cache was told about since it runs
-    routes: list[np.ndarray] = field(default_factory=list)  # int16 (layers, k) per drawn token, where they are recorded
+    routes_TLK: np.ndarray | None = None  # of its positions, where they are recorded (`page_routes`)
 
     def __post_init__(self) -> None:
         assert (self.prompt_P.ndim, self.prompt_P.dtype) == (1, np.int64)
@@ -300,9 +300,14 @@ class Request:
             num_preempted=self.num_preempted,
             prompt_len=self.prompt_len,
             num_cached_tokens=self.num_cached_tokens,
-            routes_NLK=np.stack(self.routes) if self.routes else None,
+            routes_TLK=self._routes(),
             error=error,
         )
+
+    def _routes(self) -> np.ndarray | None:
+        if self.routes_TLK is None or not len(self.drawn):
+            return None
+        return self.routes_TLK[: self.prompt_len + len(self.drawn) - 1]
 
 
 @dataclass(frozen=True)
@@ -318,8 +323,10 @@ class RequestOutput:
         finish_reason: "stop" (end-of-sequence or stop token), "length", "abort", or "error" (then ``error`` says why).
         num_preempted: how often the request gave its KV pages to older ones and was recomputed.
         num_cached_tokens: prompt tokens whose KV was taken from the prefix cache.
-        routes_NLK: int16, the experts that each sparse layer chose in the row that drew the token, most probable first;
-            None where they were not asked for, nothing was drawn, or the model is dense.
+        routes_TLK: int16, the experts that each sparse layer chose at each of the T = prompt + drawn - 1 positions that
+            the model ran over (the last drawn token is never fed), most probable first; of a position that was computed
+            more than once, those of the first time. None where they were not asked for, nothing was drawn, or the model
+            is dense.
     """
 
     request_id: str
@@ -332,7 +339,7 @@ class RequestOutput:
     num_preempted: int
     prompt_len: int
     num_cached_tokens: int = 0
-    routes_NLK: np.ndarray | None = None
+    routes_TLK: np.ndarray | None = None
     error: RequestError | None = None
 
     def __post_init__(self) -> None:
@@ -340,6 +347,11 @@ class RequestOutput:
             len(values)
             for values in (self.token_ids, self.log_probs, self.kept_mass, self.top1_ids, self.weight_versions)
         }
-        if self.routes_NLK is not None:
-            lengths.add(len(self.routes_NLK))
+        if self.routes_TLK is not None:
+            lengths.add(len(self.routes_TLK) - self.prompt_len + 1)
         assert len(lengths) == 1, f"request {self.request_id}: unequal lengths {lengths}"
+
+    @property
+    def routes_NLK(self) -> np.ndarray | None:
+        """Of the rows that drew the tokens: position t drew the token of position t + 1."""
+        return None if self.routes_TLK is None else self.routes_TLK[self.prompt_len - 1 :]

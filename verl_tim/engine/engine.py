@@ -33,6 +33,7 @@ from verl_tim.engine.errors import EngineConfigError, EngineDeadError, EngineSta
 from verl_tim.engine.graph_runner import GraphRunner, Launched
 from verl_tim.engine.kv_cache import PagePool
 from verl_tim.engine.memory import MemoryUse
+from verl_tim.engine.page_routes import PageRoutes
 from verl_tim.engine.parallel import Ranks
 from verl_tim.engine.rows import RowTable
 from verl_tim.engine.runner import ModelRunner, RunnableModel
@@ -112,14 +113,17 @@ class Engine:
         stages = 1 if ranks is None else ranks.place.stages
         if device is None:
             num_pages = self._least(self._num_pages())
+            routes = PageRoutes(num_pages, config.tokens_per_page)
             if ranks is not None and stages > 1:
                 self._runner = self._stage_runner = StageRunner(
-                    model, self._rows, self._stats, ranks, num_pages=num_pages, max_num_batched_tokens=budget
-                )
+                    model, self._rows, self._stats, ranks,
+                    num_pages=num_pages, max_num_batched_tokens=budget, routes=routes,
+                )  # fmt: skip
             else:
                 self._runner = ModelRunner(
-                    model, self._rows, self._stats, num_pages=num_pages, max_num_batched_tokens=budget
-                )
+                    model, self._rows, self._stats,
+                    num_pages=num_pages, max_num_batched_tokens=budget, routes=routes,
+                )  # fmt: skip
             self._runner.allocate_kv_cache()
         else:
             self._runner = self._graph_runner = GraphRunner(
@@ -131,6 +135,8 @@ class Engine:
             )  # fmt: skip
             with model.any_weights():
                 num_pages = self._start_graph_runner(self._graph_runner, device, free_before)
+            routes = PageRoutes(num_pages, config.tokens_per_page)
+            routes.never()  # recorded steps give out none
         self._stats.total_pages = self._stats.min_free_pages = num_pages
         self._pool = PagePool(num_pages)
         self._scheduler = Scheduler(
@@ -141,6 +147,7 @@ class Engine:
             max_prefill_chunk=config.max_prefill_chunk,
             watermark=config.watermark,
             enable_prefix_cache=config.enable_prefix_cache,
+            routes=routes,
             stages=stages,
         )
         self._weight_version = 0
@@ -400,7 +407,7 @@ class Engine:
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
-        """Numbers of the model's sparse layers, those of `RequestOutput.routes_NLK` in its order."""
+        """Numbers of the model's sparse layers, those of `RequestOutput.routes_TLK` in its order."""
         moe = getattr(self._model.config, "moe", None)
         return () if moe is None else tuple(sorted(moe.layers))
 

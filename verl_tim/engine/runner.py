@@ -10,12 +10,14 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
 from verl_tim.engine.errors import EngineStateError
+from verl_tim.engine.page_routes import PageRoutes
 from verl_tim.engine.rows import RowTable
 from verl_tim.engine.sampler import sampling_tensors
 from verl_tim.engine.scheduler import DrawnStep, StepPlan
@@ -85,6 +87,7 @@ class ModelRunner:
 
     Args:
         num_pages: pages that can be owned; the tensors hold one more, the null page 0.
+        routes: where the routes of sequences that record them go; None: nowhere.
         steps: whose input buffers are in use at once.
     """
 
@@ -96,10 +99,12 @@ class ModelRunner:
         *,
         num_pages: int,
         max_num_batched_tokens: int,
+        routes: PageRoutes | None = None,
         steps: int = 1,
     ) -> None:
         self.model = model
         self._rows = rows
+        self._routes = routes
         self._stats = stats
         self._num_pages = num_pages
         self._k_pages_LPSHD: torch.Tensor | None = None
@@ -139,9 +144,11 @@ class ModelRunner:
         token_ids_T, batch = self._build(plan)
         built = clock()
         slots_B = plan.slots_B[plan.draws_B]
-        recording = self._recording(slots_B)
-        chosen: list[torch.Tensor] | None = [] if recording else None
+        recording = self._recording(plan)
+        chosen: list[torch.Tensor] | None = None if recording is None else []
         hidden_TD = model.forward(token_ids_T, batch, self._k_pages_LPSHD, self._v_pages_LPSHD, chosen)
+        if recording is not None:
+            self._keep_routes(plan, recording, chosen)
         if not plan.draws_B.any():
             stats.build_seconds += built - began
             stats.forward_seconds += clock() - built
@@ -155,21 +162,39 @@ class ModelRunner:
             sampled.log_prob_B.cpu().numpy(),
             sampled.kept_mass_B.cpu().numpy(),
             sampled.top1_B.cpu().numpy(),
-            _routes(chosen, last_B, slots_B, recording) if chosen else {},
         )
         stats.build_seconds += built - began
         stats.forward_seconds += ran - built
         stats.sample_seconds += clock() - ran
         return drawn
 
-    def _recording(self, slots_B: np.ndarray) -> list[int]:
-        """Places in ``slots_B`` of the sequences whose routes are recorded."""
-        requests = self._rows.requests
-        return [
-            place
-            for place, slot in enumerate(slots_B.tolist())
-            if (request := requests[slot]) is not None and request.params.record_routes
-        ]
+    def _recording(self, plan: StepPlan) -> Recording | None:
+        """The rows of the sequences that record their routes; None where none of the step's does."""
+        requests, rows, page_size = self._rows.requests, self._rows, self._rows.page_size
+        if self._routes is None:
+            return None
+        found = [(request := requests[slot]) is not None and request.params.record_routes for slot in plan.slots_B]
+        if not any(found):
+            return None
+        end_B = np.cumsum(plan.count_B)
+        row_R = np.flatnonzero(np.repeat(found, plan.count_B))
+        place_R = np.searchsorted(end_B, row_R, side="right")
+        position_R = row_R - (end_B - plan.count_B - plan.start_B)[place_R]
+        page_R = rows.page_SM[plan.slots_B[place_R], position_R // page_size]
+        return Recording(row_R, place_R, page_R * page_size + position_R % page_size)
+
+    def _keep_routes(self, plan: StepPlan, recording: Recording, chosen: list[torch.Tensor] | None) -> None:
+        assert self._routes is not None
+        if chosen:
+            self._write_routes(plan, recording, recorded_routes(chosen, recording))
+        else:
+            self._routes.never()
+
+    def _write_routes(self, plan: StepPlan, recording: Recording, routes_RLK: torch.Tensor) -> None:
+        """Keep the routes of sequences that still hold the slots they ran in; pages of others have new owners."""
+        assert self._routes is not None
+        meant_R = (self._rows.tenancy_S[plan.slots_B] == plan.tenancy_B)[recording.place_R]
+        self._routes.write(recording.slot_R[meant_R], routes_RLK.numpy()[meant_R])
 
     def _build(self, plan: StepPlan) -> tuple[torch.Tensor, PagedBatch]:
         """The step's rows, padded to a multiple of ROW_FLOOR with rows that write to the null page."""
@@ -212,19 +237,19 @@ class ModelRunner:
         return inputs.token_T.tensor[:padded].to(device), batch
 
 
-def recorded_routes(chosen: list[torch.Tensor], last_B: torch.Tensor, recording: list[int]) -> torch.Tensor:
-    """int16 (recording sequences, layers, k): the experts chosen in their last rows."""
-    rows_R = last_B[torch.tensor(recording, device=last_B.device)]
-    return torch.stack([expert_TK[rows_R] for expert_TK in chosen], 1).to(torch.int16).cpu()
+@dataclass(frozen=True)
+class Recording:
+    """The R rows of a step whose routes are recorded.
+
+    row_R: among the step's rows; place_R: of the sequence in the plan; slot_R: in the pool's pages.
+    """
+
+    row_R: np.ndarray
+    place_R: np.ndarray
+    slot_R: np.ndarray
 
 
-def _routes(
-    chosen: list[torch.Tensor], last_B: torch.Tensor, slots_B: np.ndarray, recording: list[int]
-) -> dict[int, np.ndarray]:
-    """slot -> int16 (layers, k) of the recording sequences' last rows."""
-    return by_slot(recorded_routes(chosen, last_B, recording), slots_B, recording)
-
-
-def by_slot(routes_RLK: torch.Tensor, slots_B: np.ndarray, recording: list[int]) -> dict[int, np.ndarray]:
-    """slot -> its row of `recorded_routes`."""
-    return {int(slots_B[place]): routes_LK for place, routes_LK in zip(recording, routes_RLK.numpy(), strict=True)}
+def recorded_routes(chosen: list[torch.Tensor], recording: Recording) -> torch.Tensor:
+    """int16 (rows, layers, k) on the host: the experts chosen in the recorded rows."""
+    row_R = torch.from_numpy(recording.row_R).to(chosen[0].device)
+    return torch.stack([expert_TK[row_R] for expert_TK in chosen], 1).to(torch.int16).cpu()

@@ -23,14 +23,15 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 
 from verl_tim.engine.core import FinishReason, Request, RequestOutput, RequestState
 from verl_tim.engine.errors import RequestError
 from verl_tim.engine.kv_cache import PagePool
+from verl_tim.engine.page_routes import PageRoutes, merged
 from verl_tim.engine.prefix_cache import extend_keys, root_key
 from verl_tim.engine.rows import RowTable
 from verl_tim.engine.stats import EngineStats
@@ -58,27 +59,22 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class DrawnStep:
-    """What a step drew, for the sequences with ``plan.draws_B``, in the plan's order: NumPy arrays of length B.
-
-    routes: slot -> int16 (sparse layers, k), the experts chosen, of the sequences that record them.
-    """
+    """What a step drew, for the sequences with ``plan.draws_B``, in the plan's order: NumPy arrays of length B."""
 
     token_B: np.ndarray
     log_prob_B: np.ndarray
     kept_mass_B: np.ndarray
     top1_B: np.ndarray
-    routes: Mapping[int, np.ndarray] = field(default_factory=dict)
 
     def part(self, keep_B: np.ndarray) -> DrawnStep:
-        return DrawnStep(
-            self.token_B[keep_B], self.log_prob_B[keep_B], self.kept_mass_B[keep_B], self.top1_B[keep_B], self.routes
-        )
+        return DrawnStep(self.token_B[keep_B], self.log_prob_B[keep_B], self.kept_mass_B[keep_B], self.top1_B[keep_B])
 
 
 class Scheduler:
     """Owns the waiting requests; moves them into and out of the row table, and pages into and out of the pool.
 
     Args:
+        routes: of the pool's pages, for the sequences that record them.
         stages: of a pipeline. A drawn token is fed again `stages` steps later, so that as many steps are under way,
             of disjoint decodes; a step takes its share of them.
     """
@@ -93,10 +89,12 @@ class Scheduler:
         max_prefill_chunk: int | None,
         watermark: float,
         enable_prefix_cache: bool,
+        routes: PageRoutes,
         stages: int = 1,
     ) -> None:
         self.rows = rows
         self.pool = pool
+        self.routes = routes
         self.stats = stats
         self.waiting: OrderedDict[str, Request] = OrderedDict()  # in arrival order, preempted ones included
         self._running: dict[str, int] = {}  # request id -> slot
@@ -224,10 +222,6 @@ class Scheduler:
             if len(slots) == 0:
                 return outputs
         rows.record(slots, token, drawn.log_prob_B, drawn.kept_mass_B, drawn.top1_B, weight_version)
-        for slot, routes_LK in drawn.routes.items():
-            recording = rows.requests[slot]
-            if recording is not None:  # else it has just ended with an error
-                recording.routes.append(routes_LK)
         stats.drawn_tokens += len(slots)
         stopped = (rows.stop_SK[slots] == token[:, None]).any(axis=1)
         known = rows.num_tokens_S[slots] - rows.num_pending_S[slots]
@@ -256,6 +250,10 @@ class Scheduler:
         assert not arrivals or youngest < arrivals[0], "a request overtook an older one"
 
     # Parts of schedule().
+
+    def _records(self, slot: int) -> bool:
+        request = self.rows.requests[slot]
+        return request is not None and request.params.record_routes
 
     def _any_pending(self) -> bool:
         return bool(self.rows.num_pending_S[self.rows.order].any())
@@ -298,7 +296,10 @@ class Scheduler:
             self.stats.preempted_tokens += int(rows.num_computed_S[youngest[0]])
             self._send_back(youngest)[0].num_preempted += 1
         if total:
-            rows.add_pages(order, need, pool.allocate(total))
+            pages = pool.allocate(total)
+            recording = np.array([self._records(slot) for slot in order.tolist()])
+            self.routes.give(pages, np.repeat(recording, need))
+            rows.add_pages(order, need, pages)
         runs = count > 0
         if not runs.all():
             order, count = order[runs], count[runs]
@@ -316,6 +317,8 @@ class Scheduler:
             request = next(iter(self.waiting.values()))
             total = request.num_tokens
             hits = self._hits(request, total) if self._caching else []
+            if request.params.record_routes:
+                hits = hits[: self.routes.num_recorded(hits)]
             need = -(-total // rows.page_size) - len(hits)
             # What stays free lets the sequences that run grow for a while; alone, a request needs no such reserve.
             reserve = max(self._watermark_pages, len(rows)) if len(rows) else 0
@@ -323,7 +326,9 @@ class Scheduler:
                 break
             del self.waiting[request.request_id]
             pool.share(hits)
-            pages = np.concatenate([np.array(hits, np.int64), pool.allocate(need)])
+            fresh = pool.allocate(need)
+            self.routes.give(fresh, request.params.record_routes)
+            pages = np.concatenate([np.array(hits, np.int64), fresh])
             cached = len(hits) * rows.page_size
             if request.state is RequestState.WAITING:
                 request.num_cached_tokens = min(cached, request.prompt_len)
@@ -363,6 +368,9 @@ class Scheduler:
                 self._register(slot, int(computed_S[slot]))
         requests = []
         for request, pages in self.rows.unload(slots_B):
+            if request.params.record_routes:
+                found = self.routes.read(pages, request.prompt_len + len(request.drawn))
+                request.routes_TLK = merged(request.routes_TLK, found)
             self.pool.release(pages)
             del self._running[request.request_id]
             requests.append(request)

@@ -15,9 +15,10 @@ import torch
 
 from verl_tim.engine.decode_io import RESULTS, write_results
 from verl_tim.engine.errors import EngineStateError
+from verl_tim.engine.page_routes import PageRoutes
 from verl_tim.engine.parallel import Ranks
 from verl_tim.engine.rows import RowTable
-from verl_tim.engine.runner import ModelRunner, RunnableModel, by_slot, recorded_routes
+from verl_tim.engine.runner import ModelRunner, Recording, RunnableModel, recorded_routes
 from verl_tim.engine.sampler import sampling_tensors
 from verl_tim.engine.scheduler import DrawnStep, StepPlan
 from verl_tim.engine.stats import EngineStats
@@ -29,7 +30,8 @@ from verl_tim.numerics.sampling import SamplingTensors
 class _Prepared:
     """A plan with everything that its stages read of the rows as they were when it was made.
 
-    last_B: rows of the step from which a token is drawn; slots_B: their slots; recording: which of them record routes.
+    last_B: rows of the step from which a token is drawn; slots_B: their slots; recording: the rows whose routes are
+    recorded.
     """
 
     plan: StepPlan
@@ -38,7 +40,7 @@ class _Prepared:
     last_B: torch.Tensor
     slots_B: np.ndarray
     sampling: SamplingTensors
-    recording: list[int]
+    recording: Recording | None
     chosen: list[torch.Tensor] = field(default_factory=list)  # of this stage's sparse layers
 
 
@@ -54,10 +56,17 @@ class StageRunner(ModelRunner):
         *,
         num_pages: int,
         max_num_batched_tokens: int,
+        routes: PageRoutes,
     ) -> None:
         stages = ranks.place.stages
         super().__init__(
-            model, rows, stats, num_pages=num_pages, max_num_batched_tokens=max_num_batched_tokens, steps=stages + 1
+            model,
+            rows,
+            stats,
+            num_pages=num_pages,
+            max_num_batched_tokens=max_num_batched_tokens,
+            routes=routes,
+            steps=stages + 1,
         )
         self._ranks = ranks
         self._under_way: deque[_Prepared | None] = deque([None] * stages, maxlen=stages)  # by stage that is at it
@@ -88,7 +97,7 @@ class StageRunner(ModelRunner):
                 mine.batch,
                 self._k_pages_LPSHD,
                 self._v_pages_LPSHD,
-                mine.chosen if mine.recording else None,
+                None if mine.recording is None else mine.chosen,
                 self._received,
             )
         if not place.is_first and (coming := under_way[place.stage - 1]) is not None:
@@ -100,6 +109,8 @@ class StageRunner(ModelRunner):
         if done is None:
             return None
         under_way[-1] = None
+        if done.recording is not None:
+            self._gather_routes(done, done.recording)
         return done.plan, self._drawn(done, result)
 
     def _prepare(self, plan: StepPlan) -> _Prepared:
@@ -107,7 +118,7 @@ class StageRunner(ModelRunner):
         slots_B = plan.slots_B[plan.draws_B]
         last_B = torch.from_numpy(np.cumsum(plan.count_B)[plan.draws_B] - 1)
         sampling = sampling_tensors(self._rows, slots_B, self.model.device)
-        return _Prepared(plan, token_ids_T, batch, last_B, slots_B, sampling, self._recording(slots_B))
+        return _Prepared(plan, token_ids_T, batch, last_B, slots_B, sampling, self._recording(plan))
 
     def _hidden(self, prepared: _Prepared) -> torch.Tensor:
         """Room for what a stage passes on."""
@@ -124,22 +135,24 @@ class StageRunner(ModelRunner):
             assert hidden_TD is not None
             write_results(words, self.model.draw(hidden_TD[done.last_B], done.sampling))
         token_B, log_prob_B, top1_B, mass_B = ranks.from_stage(words, ranks.place.stages - 1).numpy()
-        routes = self._routes(done) if done.recording else {}
-        return DrawnStep(token_B, log_prob_B.view(np.float32), mass_B.view(np.float32), top1_B, routes)
+        return DrawnStep(token_B, log_prob_B.view(np.float32), mass_B.view(np.float32), top1_B)
 
-    def _routes(self, done: _Prepared) -> dict[int, np.ndarray]:
-        """Routes through all stages' sparse layers."""
+    def _gather_routes(self, done: _Prepared, recording: Recording) -> None:
+        """Routes through all stages' sparse layers, on every rank."""
+        assert self._routes is not None
         ranks, config, found = self._ranks, self.model.config, []
         if config.moe is None:
-            return {}
+            self._routes.never()
+            return
         for stage in range(ranks.place.stages):
             layers = ranks.place_of(stage).layers(config.num_layers)
             sparse = sum(config.is_moe_layer(index) for index in layers)
             if not sparse:
                 continue
             if stage == ranks.place.stage:
-                routes_RLK = recorded_routes(done.chosen, done.last_B, done.recording)
+                routes_RLK = recorded_routes(done.chosen, recording)
             else:
-                routes_RLK = torch.empty(len(done.recording), sparse, config.moe.top_k, dtype=torch.int16)
+                routes_RLK = torch.empty(len(recording.row_R), sparse, config.moe.top_k, dtype=torch.int16)
             found.append(ranks.from_stage(routes_RLK, stage))
-        return by_slot(torch.cat(found, 1), done.slots_B, done.recording) if found else {}
+        if found:
+            self._write_routes(done.plan, recording, torch.cat(found, 1))

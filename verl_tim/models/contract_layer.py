@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -213,13 +214,15 @@ def _size(part: slice) -> int:
 class TrainerStep:
     """What a forward's layers share. No dataclass, on purpose: FSDP2 casts tensors inside those and in containers.
 
-    `routes`: sparse layer -> the experts [T, K] it chose, where they are asked for; by layer, because gradient
-    checkpointing runs a layer twice.
+    `routes`: sparse layer -> the experts [T, K] it took, where they are asked for; by layer, because gradient
+    checkpointing runs a layer twice. `choose`: (layer, experts [T, K] it chose) -> those to take in their place, or
+    None (routing replay).
     """
 
     def __init__(self, packed: PackedSequences, cos_TF: Tensor, sin_TF: Tensor, attention: str) -> None:
         self.packed, self.cos_TF, self.sin_TF, self.attention = packed, cos_TF, sin_TF, attention
         self.routes: dict[int, Tensor] | None = None
+        self.choose: Callable[[int, Tensor], Tensor | None] | None = None
 
 
 def plain(parameter: Any) -> Tensor:
@@ -261,7 +264,8 @@ def trainer_layer(config: ModelConfig, index: int) -> Callable[[Any, Tensor, Tra
         tap(f"{name}.post_attention_layernorm", h)
         mlp = self.mlp
         if moe is not None:
-            routes = router(h, plain(mlp.gate.weight), moe.top_k, moe.normalise)
+            choose = None if step.choose is None else partial(step.choose, index)
+            routes = router(h, plain(mlp.gate.weight), moe.top_k, moe.normalise, choose)
             if step.routes is not None:
                 step.routes[index] = routes.expert_TK
             tap_routes(name, routes)

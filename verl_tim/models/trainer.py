@@ -15,6 +15,7 @@ temperature) travels in plain objects (`TrainerStep`, `_Targets`).
 from __future__ import annotations
 
 import types
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,6 +61,7 @@ class ContractForward:
         table: module name -> the contract op that serves it.
         attention: the attention contract asked for.
         forward_calls, tokens: how many root forwards ran, and over how many real tokens.
+        choose: see `TrainerStep`; set it to replay routes. Rows are those of the packed input, padded to `ROW_FLOOR`.
     """
 
     config: ModelConfig
@@ -67,6 +69,7 @@ class ContractForward:
     attention: str = "auto"
     forward_calls: int = 0
     tokens: int = 0
+    choose: Callable[[int, Tensor], Tensor | None] | None = None
     _rope: dict[torch.device, RopeTable] = field(default_factory=dict, repr=False)
     _replaced: list[nn.Module] = field(default_factory=list, repr=False)
 
@@ -163,6 +166,7 @@ def _root_forward(handle: ContractForward) -> Any:
             contract_id(device, x.dtype, step.attention)
             top1_T = torch.empty_like(packed.target_T) if record_choices else None
             step.routes = {} if record_choices else None
+            step.choose = handle.choose
             for layer in self.model.layers:
                 x = layer(x, step=step)
             x = self.model.norm(x)

@@ -9,6 +9,7 @@ Free: in which groups the experts run, padding of groups.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -28,15 +29,46 @@ class Routes(NamedTuple):
     weight_TK: Tensor
 
 
-def route_logits(logits_TE: Tensor, top_k: int, normalise: bool) -> Routes:
-    """Routes from float32 router logits [T, E]; differentiable in the weights."""
+class _ChosenScores(torch.autograd.Function):
+    """`gather` with the backward of `topk`: what the two give is equal, to the sign of zeros."""
+
+    @staticmethod
+    def forward(ctx, score, expert):
+        ctx.save_for_backward(expert)
+        ctx.shape = score.shape
+        return score.gather(-1, expert)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (expert,) = ctx.saved_tensors
+        return grad.new_zeros(ctx.shape).scatter(-1, expert, grad), None
+
+
+def chosen_scores(score: Tensor, expert: Tensor) -> Tensor:
+    """Scores [..., E] at given experts [..., k] (int64, distinct): with those that `topk` finds, its values and its
+    gradients, bit for bit."""
+    return _ChosenScores.apply(score, expert)
+
+
+Choose = Callable[[Tensor], "Tensor | None"]
+"""(experts [T, k] that a router chose) -> those to take in their place, or None."""
+
+
+def route_logits(logits_TE: Tensor, top_k: int, normalise: bool, choose: Choose | None = None) -> Routes:
+    """Routes from float32 router logits [T, E]; differentiable in the weights.
+
+    `choose` may replace the experts (routing replay); their weights are those of the logits all the same.
+    """
     probabilities = torch.softmax(logits_TE, dim=-1, dtype=torch.float32)
     # topk promises no order among ties; a stable sort does.
     ranked, expert = probabilities.sort(dim=-1, descending=True, stable=True)
-    weight = ranked[:, :top_k]
+    weight, expert_TK = ranked[:, :top_k], expert[:, :top_k].contiguous()
+    given_TK = None if choose is None else choose(expert_TK)
+    if given_TK is not None:
+        weight, expert_TK = chosen_scores(probabilities, given_TK), given_TK
     if normalise:
         weight = weight / weight.sum(-1, keepdim=True)
-    return Routes(expert[:, :top_k].contiguous(), weight.contiguous())
+    return Routes(expert_TK, weight.contiguous())
 
 
 class _Router(torch.autograd.Function):
@@ -56,12 +88,16 @@ class _Router(torch.autograd.Function):
         return *kernels("moe").router_backward(grad_weight_TK, x_TD, weight_ED, expert_TK, ctx.normalise), None, None
 
 
-def router(x_TD: Tensor, weight_ED: Tensor, top_k: int, normalise: bool) -> Routes:
-    """Differentiable contract router: x [T, D] and weight [E, D] in the operand dtype."""
+def router(x_TD: Tensor, weight_ED: Tensor, top_k: int, normalise: bool, choose: Choose | None = None) -> Routes:
+    """Differentiable contract router: x [T, D] and weight [E, D] in the operand dtype; `choose`: see `route_logits`."""
     if on_gpu(x_TD):
+        if choose is not None:
+            raise ContractError(
+                "routing replay: the contract's router on a GPU chooses and weighs in one kernel; use trainer=stock"
+            )
         with exact_region(x_TD.device.type):
             return Routes(*_Router.apply(x_TD, weight_ED, top_k, normalise))
-    return route_logits(linear(x_TD, weight_ED, out_dtype=torch.float32), top_k, normalise)
+    return route_logits(linear(x_TD, weight_ED, out_dtype=torch.float32), top_k, normalise, choose)
 
 
 def _experts_forward(

@@ -1,8 +1,9 @@
 """verl's agent loop with a fixed seed per response (`rollout.agent.agent_loop_manager_class`).
 
 verl gives requests random ids and no seed, so no run can be repeated. These subclasses add `sampling_params["seed"]`,
-and mark the few training sequences of a step whose choices are recorded (`verl_tim.rollout.recorded`); all else is
-verl's. One name serves both trainers: `SeededAgentLoopManager.create` picks by `trainer.use_v1`.
+mark the few training sequences of a step whose choices are recorded (`verl_tim.rollout.recorded`), and check the routes
+that are to be replayed (`verl_tim.rollout.routes`); all else is verl's. One name serves both trainers:
+`SeededAgentLoopManager.create` picks by `trainer.use_v1`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import ray
 from verl.experimental.agent_loop import AgentLoopManager, AgentLoopWorker
 
 from verl_tim.rollout.recorded import RECORD_PARAM, RECORDING_ROLLOUTS, mark
+from verl_tim.rollout.routes import CheckedRoutes
 from verl_tim.rollout.seeds import response_seed
 from verl_tim.training.config import TimConfig
 
@@ -42,7 +44,7 @@ class _Seeds:
         return int(rollout.val_kwargs.n if trajectory["validate"] else rollout.n)
 
 
-class SeededAgentLoopWorker(_Seeds, AgentLoopWorker):
+class SeededAgentLoopWorker(_Seeds, CheckedRoutes, AgentLoopWorker):
     """Worker of the legacy trainer, where a row's place in the batch comes as `priority` (agent_loop.py:1244)."""
 
     async def _run_agent_loop(self, sampling_params, trajectory, **kwargs):

@@ -52,6 +52,7 @@ class RolloutOptions:
         free_cache_engine: release weights and KV cache while the trainer works.
         num_threads: torch threads of the server; None leaves what Ray gave it.
         in_flight: what becomes of unfinished responses when verl calls for a weight update: "keep" or "abort".
+        return_routes: every response comes with the experts of all its positions.
     """
 
     engine: EngineConfig
@@ -62,6 +63,7 @@ class RolloutOptions:
     free_cache_engine: bool = True
     num_threads: int | None = None
     in_flight: InFlight = "abort"
+    return_routes: bool = False
 
 
 def refusals(rollout: Any) -> list[tuple[str, str]]:
@@ -90,10 +92,6 @@ def refusals(rollout: Any) -> list[tuple[str, str]]:
         found.append((f"{_PREFIX}.quantization", f"rollout {name} computes in bfloat16 or float32: set it to null"))
     if get("mtp.enable", False) and get("mtp.enable_rollout", False):
         found.append((f"{_PREFIX}.mtp.enable_rollout", f"rollout {name} has no speculative decoding: set it to false"))
-    if get("enable_rollout_routing_replay", False):
-        found.append(
-            (f"{_PREFIX}.enable_rollout_routing_replay", f"rollout {name} does not record routes yet: set it to false")
-        )
     if get("disaggregation.enabled", False):
         found.append(
             (
@@ -159,6 +157,12 @@ def rollout_options(
     if in_flight not in get_args(InFlight):
         raise ConfigError(f"{where}.in_flight={in_flight!r}: choose keep or abort")
 
+    return_routes = bool(rollout.get("enable_rollout_routing_replay") or False)
+    if return_routes and device.startswith("cuda"):
+        raise ConfigError(
+            f"{_PREFIX}.enable_rollout_routing_replay: on a GPU rollout {name} runs recorded steps, which give out no "
+            "routes: choose rollout=vllm, or routing_replay=off (vexact needs no replay: its routes are the trainer's)"
+        )
     prompt_length, response_length = int(rollout.get("prompt_length")), int(rollout.get("response_length"))
     max_model_len = rollout.get("max_model_len")
     if max_model_len is None:
@@ -210,6 +214,7 @@ def rollout_options(
         free_cache_engine=bool(rollout.get("free_cache_engine", True)),
         num_threads=num_threads,
         in_flight=in_flight,
+        return_routes=return_routes,
     )
 
 

@@ -86,7 +86,7 @@ class EngineServer:
             verl's TokenOutput. `extra_fields` holds `global_steps` (version of the weights that drew the last token),
             `min_global_steps`, `max_global_steps` and `num_cached_tokens`; `tim_versions` (`versions.runs_of`) where
             weights changed while it was drawn; `tim_recorded` is a `Recorded.wire()` where the sampling parameters ask
-            for it, else None.
+            for it, else None. `routed_experts` are `RequestOutput.routes_TLK` where the config asks for routes.
 
         Raises:
             RequestError: this request cannot be served; the message names what is wrong.
@@ -101,7 +101,8 @@ class EngineServer:
             prompt_ids = [int(token) for token in prompt_ids]
             values = dict(sampling_params)
             wanted = bool(values.pop(RECORD_PARAM, False))
-            params = self._sampling_params({**values, "record_routes": wanted}, len(prompt_ids))
+            routes = wanted or self.options.return_routes
+            params = self._sampling_params({**values, "record_routes": routes}, len(prompt_ids))
             output = await self.engine.generate(request_id, prompt_ids, params)
         except Exception as error:
             self._failures.append(f"{type(error).__name__}: {error}")
@@ -111,6 +112,7 @@ class EngineServer:
             log_probs=output.log_probs,
             stop_reason=_STOP_REASONS[output.finish_reason],
             num_preempted=output.num_preempted,
+            routed_experts=output.routes_TLK if self.options.return_routes else None,
             extra_fields={**self._extra_fields(output), RECORDED_FIELD: self._recorded(output) if wanted else None},
         )
 

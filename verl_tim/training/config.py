@@ -31,6 +31,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from verl_tim.training.replay_config import asks_for_replay
+
 TRAINER_NUMERICS = ("contract", "stock")
 ROLLOUTS = ("vexact", "stock")
 
@@ -263,12 +265,14 @@ class TimConfig:
 
 
 def uses_verl_tim(config: DictConfig | Mapping[str, Any]) -> bool:
-    """True if a run asks for anything of verl_tim: a `tim` group, one of its rollouts, its engine or the contract."""
+    """True if a run asks for anything of verl_tim: a `tim` group, one of its rollouts, its engine, the contract, or
+    routing replay with an FSDP trainer, which verl alone would switch off without a word."""
     return (
         _select(config, "tim") is not None
         or _select(config, "actor_rollout_ref.rollout.name") in ROLLOUTS
         or _select(config, BACKEND_KEY) == CONTRACT_BACKEND
         or _select(config, "actor_rollout_ref.model.external_lib") in EXTERNAL_LIBS
+        or asks_for_replay(lambda key, default: default if (value := _select(config, key)) is None else value)
     )
 
 

@@ -15,19 +15,26 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from verl.utils import tensordict_utils as tu
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+from verl.workers.utils.padding import no_padding_2_padding
 
 from verl_tim.numerics import determinism
 from verl_tim.plugin import loaded
+from verl_tim.replay import RoutingReplay
 from verl_tim.training.config import BACKEND_KEY, CONTRACT_BACKEND, DETERMINISTIC_LIB, VERL_BACKENDS, ConfigError
 from verl_tim.training.contract_limits import LIMITS, value_in_worker
+from verl_tim.training.correction_loss import response_fields
 from verl_tim.training.correction_step import CorrectedUpdate, correction_of
 from verl_tim.training.forward_records import FORWARD_METRIC, ForwardRecorder
 from verl_tim.training.records import recording_loss
+from verl_tim.training.replay_config import REPLAY_KEY, Mode, mode_of_engine
+from verl_tim.training.replay_report import REPLAY_METRIC, Gap
+from verl_tim.training.replay_step import ReplayStep
 
 
 def numerics_of(model_config: Any) -> str:
@@ -67,6 +74,10 @@ class ContractFSDPEngineWithLMHead(FSDPEngineWithLMHead):
         self._mini_batches = 0
         self._nothing_kept = False
         self._recorder = ForwardRecorder()
+        self._replay_mode: Mode = "off" if engine_config.forward_only else mode_of_engine(engine_config)
+        if self._replay_mode != "off":
+            refuse_no_replay(self.numerics, model_config, engine_config)
+        self.replay: ReplayStep | None = None
         # Rows of the micro-batch under way that are recorded: place -> row.
         self._recording: dict[int, int] = {}
         if DETERMINISTIC_LIB in sys.modules:
@@ -96,6 +107,12 @@ class ContractFSDPEngineWithLMHead(FSDPEngineWithLMHead):
             device = next(module.parameters()).device
             attention = self.contract.attention_on(device)
             probe(device, self.compute_dtype, self.contract.config.probe_shapes, attention=attention)
+        if self._replay_mode != "off":
+            contract = self.numerics == "contract"
+            handles = RoutingReplay(module, contract=contract)
+            self.replay = ReplayStep(self._replay_mode, handles, contract=contract)
+            if contract:
+                self.contract.choose = handles.choose
         return module
 
     def prepare_model_inputs(self, micro_batch):
@@ -106,9 +123,14 @@ class ContractFSDPEngineWithLMHead(FSDPEngineWithLMHead):
         self._recording = self._recorder.wanted(micro_batch) if self._rollout_has_weights else {}
         if self._recording and self.numerics == "contract":
             model_inputs["record_choices"] = True
+        if self.replay is not None:
+            self._input_ids = model_inputs["input_ids"]
+            self.replay.begin(micro_batch, self._input_ids, packed=model_inputs["attention_mask"] is None)
         return model_inputs, output_args
 
     def prepare_model_outputs(self, output, output_args, micro_batch, logits_processor_func):
+        if self.replay is not None:
+            self.replay.end(micro_batch, self._input_ids)
         if self._recording:
             self._record(output, micro_batch)
         return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
@@ -127,7 +149,35 @@ class ContractFSDPEngineWithLMHead(FSDPEngineWithLMHead):
 
     def forward_backward_batch(self, data, loss_function: Callable | None, forward_only: bool = False):
         if loss_function is None or forward_only:
-            return super().forward_backward_batch(data, loss_function, forward_only)  # type: ignore[arg-type]
+            with nullcontext() if self.replay is None else self.replay.batch("old"):
+                output: Any = super().forward_backward_batch(data, loss_function, forward_only)  # type: ignore[arg-type]
+                if self.replay is not None and self.replay.probes:
+                    self._probe(self.replay, data, output)
+            return output
+        with nullcontext() if self.replay is None else self.replay.batch("update"):
+            return self._update_batch(data, loss_function)
+
+    def _probe(self, replay: ReplayStep, data, output: Any) -> None:
+        """One sequence of each rank once more, its routers choosing for themselves: what replay does to its log-probs.
+
+        Every rank runs one, since their forwards gather parameters together.
+        """
+        one = tu.index_select_tensor_dict(data, [0])
+        tu.assign_non_tensor(one, use_dynamic_bsz=False, micro_batch_size_per_gpu=1, calculate_entropy=False)
+        with replay.free(), torch.no_grad():
+            live: Any = super().forward_backward_batch(one, None, forward_only=True)  # type: ignore[arg-type]
+        replayed = output["model_output"]["log_probs"].unbind()[0]
+        fields = response_fields(one)
+        if "rollout_log_probs" not in fields:
+            return  # nothing to compare with
+        gaps = []
+        for log_probs in (live["model_output"]["log_probs"].unbind()[0], replayed):
+            nested = torch.nested.as_nested_tensor([log_probs], layout=torch.jagged)
+            log_prob_BT = no_padding_2_padding(nested, one)
+            gaps.append(Gap.of(log_prob_BT, fields["rollout_log_probs"], fields["response_mask"]))
+        replay.probed(*gaps)
+
+    def _update_batch(self, data, loss_function: Callable) -> Any:
         number, self._mini_batches = self._mini_batches, self._mini_batches + 1
         configs = correction_of(loss_function, data)
         if configs is None:
@@ -145,7 +195,16 @@ class ContractFSDPEngineWithLMHead(FSDPEngineWithLMHead):
         records = self._recorder.take()
         if records:
             output["metrics"][FORWARD_METRIC] = records
+        reports = [] if self.replay is None else self.replay.take()
+        if reports:
+            output["metrics"][REPLAY_METRIC] = reports
         return output
+
+    @contextmanager
+    def disable_adapter(self):
+        # the reference model's forward, in the actor's parameters
+        with super().disable_adapter(), nullcontext() if self.replay is None else self.replay.free():
+            yield
 
     def _forward_only(self, data):
         with torch.no_grad():
@@ -163,6 +222,8 @@ class ContractFSDPEngineWithLMHead(FSDPEngineWithLMHead):
     def get_per_tensor_param(self, *args, **kwargs):
         self._rollout_has_weights, self._mini_batches = True, 0
         self._recorder.restart()
+        if self.replay is not None:
+            self.replay.clear()
         return super().get_per_tensor_param(*args, **kwargs)
 
 
@@ -186,6 +247,22 @@ def refuse_bypasses(model_config: Any, engine_config: Any) -> None:
         )
     if found:
         raise ConfigError(f"{BACKEND_KEY}={CONTRACT_BACKEND} cannot hold with " + "\n".join(found))
+
+
+def refuse_no_replay(numerics: str, model_config: Any, engine_config: Any) -> None:
+    """Raise `ConfigError` for each setting under which this worker could not replay routes; the start-up checks say the
+    same of a run's config (`replay_checks`)."""
+    found = []
+    if engine_config.strategy != "fsdp2":
+        found.append(f"actor_rollout_ref.actor.strategy={engine_config.strategy}: set it to fsdp2")
+    if int(engine_config.ulysses_sequence_parallel_size) > 1:
+        found.append("actor_rollout_ref.actor.ulysses_sequence_parallel_size is above 1: set it to 1")
+    if model_config.enable_activation_offload:
+        found.append("actor_rollout_ref.model.enable_activation_offload=true: set it to false")
+    if numerics == "contract" and torch.cuda.is_available():
+        found.append(f"{BACKEND_KEY}={CONTRACT_BACKEND} on a GPU: choose trainer=stock")
+    if found:
+        raise ConfigError(f"{REPLAY_KEY} cannot take effect with " + "\n".join(found))
 
 
 loaded(__name__)

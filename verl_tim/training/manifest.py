@@ -16,6 +16,7 @@ from verl_tim.diagnosis.run_folder import attempt_number
 from verl_tim.training.config import ROLLOUTS, TimConfig
 from verl_tim.training.pairing import check_pairing
 from verl_tim.training.processes import RunProcesses, server_name, servers_of, trainer_name
+from verl_tim.training.replay_config import mode_of_run
 
 
 def run_manifest(
@@ -45,9 +46,19 @@ def run_manifest(
         rollout=rollout,
         old_log_probs=_old_log_probs(tim, config),
         correction={**_correction(config), "loss_mode": config.actor_rollout_ref.actor.policy_loss.loss_mode},
+        routing_replay=_routing_replay(config),
         deterministic=deterministic,
         places=None if processes is None else processes.places,
     )
+
+
+def _routing_replay(config: Any) -> str | None:
+    def get(key: str, default: Any) -> Any:
+        value = OmegaConf.select(config, key, throw_on_missing=False)
+        return default if value is None else value
+
+    mode = mode_of_run(get)
+    return None if mode == "off" else mode
 
 
 def describe_trainer(worker_group: Any) -> dict[str, dict[str, Any]]:

@@ -34,6 +34,7 @@ from verl_tim.training.determinism import determinism_findings
 from verl_tim.training.dtypes import canonical
 from verl_tim.training.finding import Finding
 from verl_tim.training.on_policy import on_policy
+from verl_tim.training.replay_checks import replay_findings
 from verl_tim.training.reuse_checks import reuse_findings
 
 # ResourcePoolManager.max_colocate_count (single_controller/ray/base.py:192): CPUs in each rank's placement-group
@@ -430,6 +431,12 @@ def _reuse(view: View, _: Cluster | None) -> Iterator[Finding]:
     yield from reuse_findings(view.config)
 
 
+def _routing_replay(view: View, _: Cluster | None) -> Iterator[Finding]:
+    """Routing replay is refused wherever it would not take effect: verl 0.9.1 switches it off under FSDP without a word
+    (engine_workers.py:498), and what is recorded on one side only is dropped."""
+    yield from replay_findings(view.config, cpu_only=view.cpu_only)
+
+
 def _deterministic(view: View, _: Cluster | None) -> Iterator[Finding]:
     """tim.deterministic promises two runs that are equal bit for bit; refused are settings under which the clock, the
     company in a batch or an unseeded draw decides numbers."""
@@ -472,6 +479,7 @@ RULES: tuple[StartRule, ...] = (
     _correction,
     _asynchronous,
     _reuse,
+    _routing_replay,
     _deterministic,
     _restarts,
 )

@@ -67,6 +67,7 @@ class Labels:
             "rollout": run.get("rollout") or choices.get("rollout") or rollout["name"],
             "trainer": run.get("trainer_numerics") or tim.trainer_numerics,
             "correction": run.get("correction") or choices.get("correction"),
+            "replay": choices.get("routing_replay") if choices.get("routing_replay") != "off" else None,
             **seeds,
         }
         known = {name: str(value) for name, value in facts.items() if value is not None}
@@ -74,7 +75,7 @@ class Labels:
             project=str(config["trainer"]["project_name"]),
             name=str(config["trainer"]["experiment_name"]),
             group=str(tim.tracking.group or known.get("recipe") or "run"),
-            setting="-".join(known[name] for name in ("rollout", "trainer", "correction") if name in known),
+            setting="-".join(known[name] for name in ("rollout", "trainer", "correction", "replay") if name in known),
             facts=known,
             tags=tim.tracking.tags,
         )

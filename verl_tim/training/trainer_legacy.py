@@ -17,6 +17,7 @@ from verl.trainer.ppo.ray_trainer import RayPPOTrainer, compute_advantage
 from verl_tim.correction import RolloutCorrectionConfig
 from verl_tim.plugin import ensure_registered
 from verl_tim.rollout.recorded import RECORD_PARAM, RECORDED_FIELD, Recorded
+from verl_tim.rollout.routes import ROUTE_ERROR_FIELD, raise_route_errors
 from verl_tim.training.baseline import counted_rows, take_kept_baseline
 from verl_tim.training.baseline_gate import StopAfterCheckpoint
 from verl_tim.training.checkpoints import settle
@@ -29,6 +30,7 @@ from verl_tim.training.forward_records import FORWARD_METRIC, SAMPLED_FIELD
 from verl_tim.training.observer import StepBatch, StepObserver
 from verl_tim.training.processes import RunProcesses, RunRoles
 from verl_tim.training.records import RECORD_METRIC, ROW_FIELD, take
+from verl_tim.training.replay_report import REPLAY_METRIC, replay_metrics
 from verl_tim.training.reuse import LogProbReuse
 from verl_tim.training.reward_kl import missing_is_neutral
 from verl_tim.training.startup import (
@@ -77,6 +79,7 @@ class TimRayPPOTrainer(StopAfterCheckpoint, RayPPOTrainer):
     def _compute_old_log_prob(self, batch: DataProto):
         if self.observer is None:
             return super()._compute_old_log_prob(batch)
+        raise_route_errors(batch.non_tensor_batch.pop(ROUTE_ERROR_FIELD, ()))
         recorded = batch.non_tensor_batch.pop(RECORDED_FIELD, None)
         self._number_rows(batch, recorded)
         began = time.perf_counter()
@@ -100,6 +103,7 @@ class TimRayPPOTrainer(StopAfterCheckpoint, RayPPOTrainer):
             return super()._update_actor(batch)
         self._choose_old_log_probs(from_rollout=False)  # `fit` has read it
         counters = self.watch.check()
+        raise_route_errors(batch.non_tensor_batch.pop(ROUTE_ERROR_FIELD, ()))
         if self.correction.old_forward:
             # the actor still has the weights that generated the batch
             batch.batch[OLD_FORWARD_FIELD] = self._compute_old_log_prob(batch)[0].batch["old_log_probs"]
@@ -119,6 +123,7 @@ class TimRayPPOTrainer(StopAfterCheckpoint, RayPPOTrainer):
         records, reports, forwards = (take(metrics, name) for name in (RECORD_METRIC, REPORT_METRIC, FORWARD_METRIC))
         metrics.update(counters)
         metrics.update(step_metrics(reports, self.correction, reused=self._reuses))
+        metrics.update(replay_metrics(take(metrics, REPLAY_METRIC)))
         self.observer.dump_update(self.global_steps, records, reports)
         metrics.update(self.observer.after_update(self.global_steps, step_batch, records, reports, forwards))
         self._save_if_stopped()

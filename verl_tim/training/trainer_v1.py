@@ -28,6 +28,7 @@ from verl.workers.utils.padding import response_from_nested, response_to_nested
 from verl_tim.correction import RolloutCorrectionConfig
 from verl_tim.plugin import ensure_registered, loaded
 from verl_tim.rollout.recorded import RECORDED_FIELD, Recorded
+from verl_tim.rollout.routes import ROUTE_ERROR_FIELD, raise_route_errors
 from verl_tim.rollout.versions import UNKNOWN, token_versions
 from verl_tim.training.baseline import counted_rows, take_kept_baseline, whole_sessions
 from verl_tim.training.baseline_gate import StopAfterCheckpoint
@@ -42,6 +43,7 @@ from verl_tim.training.observer import StepBatch, StepObserver
 from verl_tim.training.processes import RunProcesses, RunRoles
 from verl_tim.training.prompt_uids import prompt_order
 from verl_tim.training.records import RECORD_METRIC, ROW_FIELD, LossRecord, take
+from verl_tim.training.replay_report import REPLAY_METRIC, ReplayReport, replay_metrics
 from verl_tim.training.reuse import LogProbReuse, ReuseError
 from verl_tim.training.reward_kl import missing_is_neutral
 from verl_tim.training.startup import (
@@ -154,6 +156,7 @@ class TimTrainer(_Base):
         if parts and self.observer is not None and self.correction is not None:
             whole = _Part.joined(parts)
             metrics.update(step_metrics(whole.reports, self.correction, reused=self._reuses))
+            metrics.update(replay_metrics(whole.replays))
             metrics.update(
                 self.observer.after_update(self.global_steps, whole.batch, whole.records, whole.reports, whole.forwards)
             )
@@ -195,6 +198,7 @@ class TimTrainer(_Base):
             # before the step's first forward; from here on verl keeps the order of the rows
             fields = self._fields(batch, "extra_fields")
             self._extra = [_plain(entry) or {} for entry in fields["extra_fields"]]
+            raise_route_errors(entry.get(ROUTE_ERROR_FIELD) for entry in self._extra)
             self._recorded = [Recorded.of_wire(entry.get(RECORDED_FIELD)) for entry in self._extra]
             rows = torch.arange(len(batch.keys)).unsqueeze(1)
             batch = self._put(batch, {ROW_FIELD: rows, SAMPLED_FIELD: marked_rows(self._recorded)})
@@ -292,7 +296,7 @@ class TimTrainer(_Base):
             self.actor_rollout_wg = worker_group
         assert self.tim is not None
         watch_flags(self.tim, self, self.global_steps)
-        part = _Part(step_batch, taker.records, taker.reports, taker.forwards)
+        part = _Part(step_batch, taker.records, taker.reports, taker.forwards, taker.replays)
         self.observer.dump_update(self.global_steps, part.records, part.reports)
         self._parts.append(part)
         return batch
@@ -391,6 +395,7 @@ class _Part:
     records: list[LossRecord]
     reports: list[LossReport]
     forwards: list[ForwardRecord]
+    replays: list[ReplayReport]
 
     @classmethod
     def joined(cls, parts: Sequence[_Part]) -> _Part:
@@ -403,6 +408,7 @@ class _Part:
             [replace(r, row_B=r.row_B + start) for start, p in zip(first, parts, strict=False) for r in p.records],
             [report for part in parts for report in part.reports],
             [replace(f, row=f.row + start) for start, p in zip(first, parts, strict=False) for f in p.forwards],
+            [report for part in parts for report in part.replays],
         )
 
 
@@ -431,14 +437,15 @@ class _Taker:
         self.records: list[LossRecord] = []
         self.reports: list[LossReport] = []
         self.forwards: list[ForwardRecord] = []
+        self.replays: list[ReplayReport] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._worker_group, name)
 
     def update_actor(self, batch: Any) -> Any:
         output = self._worker_group.update_actor(batch)
-        self.records, self.reports, self.forwards = (
-            take(output["metrics"], name) for name in (RECORD_METRIC, REPORT_METRIC, FORWARD_METRIC)
+        self.records, self.reports, self.forwards, self.replays = (
+            take(output["metrics"], name) for name in (RECORD_METRIC, REPORT_METRIC, FORWARD_METRIC, REPLAY_METRIC)
         )
         return output
 

@@ -123,28 +123,6 @@ def padding_rejects_all(view: View) -> Iterator[Finding]:
 
 
 @rule(
-    "correction.router-replay",
-    Severity.CORRECTION,
-    f"{ROLLOUT}.enable_rollout_routing_replay",
-    f"{ACTOR}.fsdp_config.router_replay.mode",
-    remedy="turn it off, or use a trainer that replays (megatron, veomni)",
-    reports=("verl#7340", "verl#5037", "verl#7106", "verl#7786", "verl#7805"),
-)
-def router_replay(view: View) -> Iterator[Finding]:
-    """verl replays routes in its megatron and veomni trainers only (engine_workers.py:498); under FSDP routes are
-    recorded, sent, and dropped without a word.
-    """
-    if not view.on_fsdp:
-        return
-    replay = f"{ROLLOUT}.enable_rollout_routing_replay"
-    if view.get(replay, False) and not view.rollout_is_ours:  # start.rollout refuses it for ours
-        yield found(replay, f"it is true with a {view.strategy} trainer")
-    for key in (f"{ACTOR}.fsdp_config.router_replay.mode", f"{ACTOR}.router_replay.mode"):
-        if str(view.get(key, "disabled")).lower() != "disabled":
-            yield found(key, f"it is {view.get(key)} with a {view.strategy} trainer")
-
-
-@rule(
     "waste.nothing-to-correct",
     Severity.WASTE,
     CORRECTION_KEY,

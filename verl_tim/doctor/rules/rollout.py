@@ -222,7 +222,7 @@ def head_dim(view: View) -> Iterator[Finding]:
     "exact.routes",
     Severity.EXACTNESS,
     f"{MODEL}.path",
-    remedy="rollout=vexact with trainer=contract, whose routers agree bit for bit",
+    remedy="rollout=vexact with trainer=contract, whose routers agree bit for bit; routing_replay=r3 mends a part",
     reports=("verl#7340", "miles#2570", "miles#2722"),
 )
 def routes(view: View) -> Iterator[Finding]:

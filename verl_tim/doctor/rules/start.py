@@ -102,6 +102,17 @@ _START_CHECKS: dict[str, tuple[str, Severity, tuple[str, ...]]] = {
         Severity.EXACTNESS,
         ("tim.reuse_rollout_log_probs", f"{ROLLOUT}.name", BACKEND_KEY, "algorithm.rollout_correction", "tim.gate"),
     ),
+    "_routing_replay": (
+        "routing-replay",
+        Severity.CORRECTION,
+        (
+            f"{ACTOR}.fsdp_config.router_replay.mode",
+            f"{ROLLOUT}.enable_rollout_routing_replay",
+            f"{ACTOR}.strategy",
+            f"{MODEL}.external_lib",
+            "algorithm.rollout_correction.bypass_mode",
+        ),
+    ),
     "_deterministic": (
         "deterministic",
         Severity.EXACTNESS,

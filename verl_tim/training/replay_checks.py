@@ -1,0 +1,172 @@
+"""Start-up checks of routing replay: wherever it would not take effect, the run is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from verl_tim.correction import ConfigError
+from verl_tim.training.config import BACKEND_KEY, CONTRACT_BACKEND, EXTERNAL_LIB, EXTERNAL_LIBS
+from verl_tim.training.correction_config import CORRECTION_KEY, of_run
+from verl_tim.training.finding import Finding
+from verl_tim.training.replay_config import (
+    REPLAY_KEY,
+    ROUTES_KEY,
+    ROUTING_ROLLOUTS,
+    STRATEGY_KEY,
+    Mode,
+    asks_for_replay,
+    mode_of_run,
+)
+
+_OFF = "set routing_replay=off"
+_AGENT_KEY = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
+_AGENT_LOOP = "verl_tim.rollout.agent_loop.SeededAgentLoopManager"
+_MODEL_KEY = "actor_rollout_ref.model.path"
+_SEQUENCE_KEYS = (
+    "actor_rollout_ref.actor.ulysses_sequence_parallel_size",
+    "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size",
+)
+_OFFLOAD_KEY = "actor_rollout_ref.model.enable_activation_offload"
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_Get = Callable[..., Any]
+
+
+def replay_findings(config: DictConfig, *, cpu_only: bool) -> Iterator[Finding]:
+    """Every setting of a run with an FSDP trainer under which routing replay would not be what it says.
+
+    Args:
+        cpu_only: the run has no accelerator.
+    """
+
+    def get(key: str, default: Any = None) -> Any:
+        value = OmegaConf.select(config, key, default=default, throw_on_missing=False)
+        return default if value is None else value
+
+    if not asks_for_replay(get):
+        return
+    mode = mode_of_run(get)
+    if mode is None:
+        yield Finding(REPLAY_KEY, f"verl knows no mode {get(REPLAY_KEY)}", "Choose routing_replay=off, r2 or r3")
+        return
+    yield from _both_ends(get, mode)
+    if mode == "off":
+        return
+    yield from _engine(get, cpu_only)
+    yield from _model(get)
+    if mode == "r2":
+        yield from _recorded(get, config)
+    else:
+        yield from _returned(get, cpu_only)
+
+
+def _both_ends(get: _Get, mode: Mode) -> Iterator[Finding]:
+    """The rollout returns routes, and the trainer takes them: one without the other is nothing."""
+    returns = bool(get(ROUTES_KEY, False))
+    if returns and mode == "off":
+        yield Finding(
+            ROUTES_KEY,
+            "the rollout would record routes and send them, and the trainer would drop them without a word",
+            f"Choose routing_replay=r3 ({REPLAY_KEY}=R3), or set it to false",
+        )
+    elif returns and mode == "r2":
+        yield Finding(
+            ROUTES_KEY, "R2 replays what the trainer recorded, so the rollout's routes are of no use", "Set it to false"
+        )
+    elif not returns and mode == "r3":
+        yield Finding(
+            REPLAY_KEY,
+            f"R3 replays the rollout's routes, and without {ROUTES_KEY} it returns none",
+            f"Choose routing_replay=r3, which sets both, or set {ROUTES_KEY}=true",
+        )
+
+
+def _engine(get: _Get, cpu_only: bool) -> Iterator[Finding]:
+    """Replay is in this package's FSDP2 engine, under transformers' forward or, on a CPU, the contract's."""
+    strategy = get(STRATEGY_KEY, "fsdp")
+    if strategy != "fsdp2":
+        yield Finding(STRATEGY_KEY, f"it is {strategy}, and routes are replayed under FSDP2", "Set it to fsdp2")
+    library = get("actor_rollout_ref.model.external_lib")
+    if library not in EXTERNAL_LIBS:
+        yield Finding(
+            "actor_rollout_ref.model.external_lib",
+            f"it is {library}, and verl's own FSDP engine switches replay off without a word",
+            f"Set it to {EXTERNAL_LIB}",
+        )
+    if get(BACKEND_KEY) == CONTRACT_BACKEND and not cpu_only:
+        yield Finding(
+            BACKEND_KEY,
+            "the contract's router on a GPU chooses and weighs in one kernel, which takes no experts from outside",
+            f"Choose trainer=stock, or {_OFF}: with rollout=vexact the routes are equal anyway",
+        )
+    for key in _SEQUENCE_KEYS:
+        if int(get(key, 1)) > 1:
+            yield Finding(
+                key,
+                f"it is {get(key)}, and routes are not split over the ranks of a sequence",
+                f"Set it to 1, or {_OFF}",
+            )
+    if get(_OFFLOAD_KEY, False):
+        yield Finding(
+            _OFFLOAD_KEY,
+            "its checkpointing does not say which micro-batch it computes again",
+            f"Set it to false (enable_gradient_checkpointing may stay), or {_OFF}",
+        )
+
+
+def _model(get: _Get) -> Iterator[Finding]:
+    """A model without experts has nothing to replay. What cannot be read here the worker finds out."""
+    path = os.path.join(os.path.expanduser(str(get(_MODEL_KEY, ""))), "config.json")
+    try:
+        with open(path, encoding="utf-8") as file:
+            model = json.load(file)
+    except (OSError, ValueError):
+        return
+    model = model.get("text_config") or model
+    if not any(isinstance(model.get(name), int) and model[name] > 0 for name in _EXPERTS):
+        yield Finding(
+            _MODEL_KEY, f"{get(_MODEL_KEY)} has no experts, so there are no routes to replay", _OFF.capitalize()
+        )
+
+
+def _recorded(get: _Get, config: DictConfig) -> Iterator[Finding]:
+    """R2 records in the forward of the old log-probs (`reuse_checks` speaks of the runs that skip it by reuse)."""
+    try:
+        bypass = of_run(config).bypass_mode
+    except ConfigError:
+        return  # the check of the correction speaks of it
+    if bypass:
+        yield Finding(
+            f"{CORRECTION_KEY}.bypass_mode",
+            "bypass skips the forward of the old log-probs, in which R2 records",
+            f"Set it to false, choose routing_replay=r3, or {_OFF}",
+        )
+
+
+def _returned(get: _Get, cpu_only: bool) -> Iterator[Finding]:
+    """R3 needs a rollout that returns routes, and an agent loop that checks them."""
+    name = get("actor_rollout_ref.rollout.name")
+    if name not in ROUTING_ROLLOUTS:
+        yield Finding(
+            "actor_rollout_ref.rollout.name",
+            f"rollout {name} is not known to return routes",
+            f"Choose {', '.join(sorted(ROUTING_ROLLOUTS))}, or routing_replay=r2",
+        )
+    elif name in ("vexact", "stock") and not cpu_only:
+        yield Finding(
+            "actor_rollout_ref.rollout.name",
+            f"on a GPU rollout {name} runs recorded steps, which give out no routes",
+            "Choose rollout=vllm, or routing_replay=off: vexact needs no replay, its routes are the trainer's",
+        )
+    manager = get(_AGENT_KEY)
+    if manager != _AGENT_LOOP:
+        yield Finding(
+            _AGENT_KEY,
+            f"it is {manager}: verl's own agent loop fills what a rollout does not return with expert 0, and checks "
+            "nothing",
+            f"Set it to {_AGENT_LOOP}",
+        )

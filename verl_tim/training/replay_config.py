@@ -1,0 +1,57 @@
+"""Routing replay as a run's config asks for it: verl's own keys, which `routing_replay=` sets together.
+
+verl 0.9.1 reads them for its Megatron and VeOmni engines only and switches replay off for others without a word
+(workers/engine_workers.py:498). `EngineConfig` has the key for every engine (workers/config/engine.py:115), so a plain
+verl YAML can say it for FSDP, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from omegaconf import DictConfig
+
+from verl_tim.replay.errors import ReplayError
+
+Mode = Literal["off", "r2", "r3"]
+
+REPLAY_KEY = "actor_rollout_ref.actor.fsdp_config.router_replay.mode"
+ROUTES_KEY = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
+STRATEGY_KEY = "actor_rollout_ref.actor.strategy"
+FSDP = ("fsdp", "fsdp2")
+# Rollouts that return the routes of every sequence; a plugin adds its own.
+ROUTING_ROLLOUTS = {"vexact", "stock", "vllm"}
+
+_MODES: dict[str, Mode] = {"disabled": "off", "R2": "r2", "R3": "r3"}
+
+
+def asks_for_replay(get: Callable[[str, Any], Any]) -> bool:
+    """Whether a run with an FSDP trainer sets one of verl's keys of it.
+
+    Args:
+        get: (key, default) -> value.
+    """
+    if get(STRATEGY_KEY, "fsdp") not in FSDP:
+        return False
+    return str(get(REPLAY_KEY, "disabled")) != "disabled" or bool(get(ROUTES_KEY, False))
+
+
+def mode_of_run(get: Callable[[str, Any], Any]) -> Mode | None:
+    """The mode of a run with an FSDP trainer; None for a value that verl does not know."""
+    return _MODES.get(str(get(REPLAY_KEY, "disabled")))
+
+
+def mode_of_engine(engine_config: Any) -> Mode:
+    """The mode of a worker's engine, from its `FSDPEngineConfig`.
+
+    Raises:
+        ReplayError: a value that verl does not know.
+    """
+    given: Any = getattr(engine_config, "router_replay", None)
+    # a dataclass, or as it stood in a YAML without `_target_`
+    value = given.get("mode") if isinstance(given, (Mapping, DictConfig)) else getattr(given, "mode", None)
+    name = "disabled" if value is None else str(value)
+    if name not in _MODES:
+        raise ReplayError(f"{REPLAY_KEY}={name}: choose {', '.join(_MODES)} (routing_replay=off, r2 or r3)")
+    return _MODES[name]
