@@ -9,9 +9,9 @@ from omegaconf import OmegaConf
 
 from verl_tim.replay import ReplayError
 from verl_tim.training.config import uses_verl_tim
-from verl_tim.training.preflight import findings
 from verl_tim.training.replay_checks import replay_findings
 from verl_tim.training.replay_config import REPLAY_KEY, ROUTES_KEY, mode_of_engine
+from verl_tim.training.start_checks import findings
 
 ACTOR, ROLLOUT, MODEL = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "model"))
 AGENT = f"{ROLLOUT}.agent.agent_loop_manager_class"
