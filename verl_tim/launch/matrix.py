@@ -10,7 +10,7 @@ from __future__ import annotations
 import fnmatch
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -18,9 +18,9 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_tim.launch.compose import compose_config, hydra_for
+from verl_tim.launch.compose import RECIPE_KEY, compose_config, hydra_for
 from verl_tim.launch.errors import Finding, LaunchError
-from verl_tim.launch.recipes import Recipe, closest
+from verl_tim.launch.recipes import Recipe, closest, find_recipe
 
 RECORD = "matrix.json"
 _GROUP = re.compile(r"\+{0,2}matrix=")
@@ -29,10 +29,20 @@ _GROUP_OF_TRACKERS = "tim.tracking.group="
 
 @dataclass(frozen=True)
 class Cell:
-    """One run of a matrix: its name, and the overrides that make it of the recipe."""
+    """One run of a matrix: its name, and the overrides that make it of the recipe.
+
+    Attributes:
+        recipe: that the cell names (`recipe=NAME` among its words); None: the matrix's.
+    """
 
     name: str
     overrides: tuple[str, ...]
+    recipe: Recipe | None = None
+
+    @property
+    def words(self) -> list[str]:
+        """All that makes this run, as the record keeps it."""
+        return [*([f"recipe={self.recipe.name}"] if self.recipe else []), *self.overrides]
 
 
 @dataclass(frozen=True)
@@ -78,12 +88,15 @@ def matrix_of(recipe: Recipe, overrides: Sequence[str]) -> Matrix:
     kept = [word for word in kept if word not in group]
     filed = group[-1] if group else f"{_GROUP_OF_TRACKERS}'{folder.name}'"
     cells = []
-    for name, words in _chosen(config).items():
+    for name, given in _chosen(config).items():
+        named = [word for word in given if word.startswith(RECIPE_KEY)]
+        own = find_recipe(named[-1].removeprefix(RECIPE_KEY)) if named else None
+        words = [word for word in given if word not in named]
         for values in product(*(_values(word) for word in swept)):
             parts = [part for part in (name, *(_as_name(value) for value in values)) if part]
             cell = "-".join(parts) or "run"
-            named = (filed, f"trainer.experiment_name='{cell}'", f"tim.run_dir='{folder / cell}'")
-            cells.append(Cell(cell, (*kept, *words, *values, *named)))
+            place = (filed, f"trainer.experiment_name='{cell}'", f"tim.run_dir='{folder / cell}'")
+            cells.append(Cell(cell, (*kept, *words, *values, *place), own))
     return Matrix(recipe, folder, tuple(cells))
 
 
@@ -100,10 +113,10 @@ def prepared(matrix: Matrix, ready: Callable[[Recipe, Sequence[str]], DictConfig
     configs: dict[str, DictConfig] = {}
     problems: dict[Finding, list[str]] = {}
     for cell in matrix.cells:
-        if done.get(cell.name) == list(cell.overrides):
+        if done.get(cell.name) == cell.words:
             continue
         try:
-            configs[cell.name] = ready(matrix.recipe, cell.overrides)
+            configs[cell.name] = ready(cell.recipe or matrix.recipe, cell.overrides)
         except LaunchError as error:
             for finding in error.findings:
                 problems.setdefault(finding, []).append(cell.name)
@@ -129,7 +142,6 @@ def run_all(
     Returns:
         0, or the exit code of the first run that failed; 130 at once if one was interrupted.
     """
-    overrides = {cell.name: list(cell.overrides) for cell in matrix.cells}
     failed = 0
     for number, (name, config) in enumerate(configs.items(), start=1):
         say(f"run {number} of {len(configs)}: {name}")
@@ -140,7 +152,7 @@ def run_all(
             say(f"{name} ended with exit code {code}; its log is in {config.tim.run_dir}")
             failed = failed or code
         else:
-            _record(matrix, name, overrides[name])
+            record(matrix, name)
     return failed
 
 
@@ -150,9 +162,11 @@ def finished(matrix: Matrix) -> dict[str, list[str]]:
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
-def _record(matrix: Matrix, name: str, overrides: list[str]) -> None:
-    record = {**finished(matrix), name: overrides}
-    (matrix.folder / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+def record(matrix: Matrix, name: str) -> None:
+    """Remember that a run ended well."""
+    (words,) = (cell.words for cell in matrix.cells if cell.name == name)
+    content = {**finished(matrix), name: words}
+    (matrix.folder / RECORD).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def _chosen(config: DictConfig) -> dict[str, list[str]]:
@@ -160,9 +174,11 @@ def _chosen(config: DictConfig) -> dict[str, list[str]]:
     node = OmegaConf.select(config, "tim.matrix")
     if node is None:
         return {"": []}
-    cells: Any = OmegaConf.to_container(node, resolve=True)
-    for name, words in cells.items():
-        if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+    given: Any = OmegaConf.to_container(node, resolve=True)
+    cells = {}
+    for name, words in given.items():
+        cells[name] = list(_flat(words))
+        if not isinstance(words, list) or not all(isinstance(word, str) for word in cells[name]):
             raise LaunchError.of(f"tim.matrix.{name}", f"is {words!r}", "give a list of overrides: [rollout=vllm, ...]")
     only = OmegaConf.select(config, "tim.only") or "*"
     patterns = [only] if isinstance(only, str) else [str(pattern) for pattern in only]
@@ -172,6 +188,12 @@ def _chosen(config: DictConfig) -> dict[str, list[str]]:
                 "tim.only", f"{pattern!r} picks no run", closest(pattern, list(cells)) + f"known: {', '.join(cells)}"
             )
     return {name: words for name, words in cells.items() if any(fnmatch.fnmatchcase(name, one) for one in patterns)}
+
+
+def _flat(words: Any) -> Iterator[Any]:
+    """Lists in a list, so that a matrix can name what several runs share once, by a YAML anchor."""
+    for word in words if isinstance(words, list) else [words]:
+        yield from _flat(word) if isinstance(word, list) else [word]
 
 
 def _parsed(overrides: Sequence[str]) -> list[Any]:
