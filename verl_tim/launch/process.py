@@ -129,7 +129,8 @@ class VerlProcess:
             stopped: we ended it ourselves (`end_trees`): exit code 130, as after Ctrl-C.
         """
         self._read()
-        exit_code, cause = self.child.returncode, ()
+        exit_code = self.child.returncode
+        cause: tuple[str, ...] = ()
         if stopped:
             exit_code = 130
         elif exit_code < 0:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -221,7 +222,7 @@ class _Crew:
             job.config = restarts.again(job.config)
             job.attempts += 1
             self.last_start = time.monotonic()
-            job.process = VerlProcess(claim(job.config).path, lambda step, name=name: self._step(name, step))
+            job.process = VerlProcess(claim(job.config).path, partial(self._step, name))
             self._set(name, state=State.RUNNING)
 
     def _step(self, name: str, step: Step) -> None:

@@ -148,7 +148,7 @@ def _build(work: Path, task: Task, spec: Mapping[str, Any], config: WarmupConfig
     )
     device = torch.device(spec.get("device", "cpu"))
     # made on the CPU whatever the device: the weights before the warm-up are the same
-    model.to(device)
+    torch.nn.Module.to(model, device)
     difficulty, seed = spec["difficulty"], spec["seed"]
     with _threads(_THREADS), _repeatable(device):
         history = warm_up(model, tokenizer, task, difficulty, config, seed=seed, progress=progress)
