@@ -81,8 +81,8 @@ def first_to_leave(evidence: Evidence) -> Table:
             notes.append(f"Band of {pair.name}: {pair.comparison.band_text()}.")
     if any(d.sharp for pair in evidence.pairs for d in pair.comparison.warnings):
         notes.append(
-            "A band without width, where the exact run is constant, is left at once; the step in parentheses is the first "
-            "that leaves the run's own first steps, – if none does."
+            "A band without width, where the exact run is constant, is left at once; the step in parentheses is the "
+            "first that leaves the run's own first steps, – if none does."
         )
     columns = ("runs", "variant", *(signal.label for signal in SIGNALS))
     return Table(columns, rows, notes)
@@ -345,7 +345,10 @@ def forecasts(evidence: Evidence) -> Table:
             except DriftError as error:
                 notes.append(f"{pair.name}: {error}.")
                 continue
-            tokens = NONE if length is None or not math.isfinite(f.factor) else f"{f.response_length(length):,.0f}"
+            times = tokens = NONE
+            if math.isfinite(f.factor):
+                times = f"{f.factor:,.1f} ×"
+                tokens = NONE if length is None else f"{f.response_length(length):,.0f}"
             rows.append(
                 (
                     pair.name,
@@ -356,12 +359,13 @@ def forecasts(evidence: Evidence) -> Table:
                     _share(f.share.most),
                     _steps(f.by_reward, f.earliest_by_reward),
                     _steps(f.by_skew, f.earliest_by_skew),
+                    times,
                     tokens,
                 )
             )
     columns = (
         *("runs", "variant", "parted", "reward's gap at the end", "skew", "share of the pull, at most"),
-        *("parts at step, by the reward", "by the skew", "or at a length of"),
+        *("parts at step, by the reward", "by the skew", "or with a skew of", "or at a length of"),
     )
     return Table(columns, rows, notes)
 

@@ -219,7 +219,8 @@ class _Crew:
         for name in self._startable()[:1]:
             self.waiting.remove(name)
             job = self.jobs[name]
-            job.config = restarts.again(job.config)
+            if job.attempts == 0:
+                job.config = restarts.again(job.config)
             job.attempts += 1
             self.last_start = time.monotonic()
             job.process = VerlProcess(claim(job.config).path, partial(self._step, name))
