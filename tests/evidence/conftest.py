@@ -12,11 +12,9 @@ from tests.diagnosis.fake_dumps import none, normal, one_sign, write_dumps
 from tests.diagnosis.fake_runs import write_run
 from verl_tim.evidence.names import VARIANTS, RunName
 
-STEPS = 60
-
 
 def write_matrix(
-    root: Path, pairs=("dense-grpo",), variants=VARIANTS, seeds=(1, 2, 3), *, steps=STEPS, skew=None
+    root: Path, pairs=("dense-grpo",), variants=VARIANTS, seeds=(1, 2, 3), *, steps=40, skew=None
 ) -> Path:
     """Run folders below `root`.
 

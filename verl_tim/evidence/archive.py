@@ -7,7 +7,6 @@ read.
 
 from __future__ import annotations
 
-import io
 import json
 import lzma
 import tarfile
@@ -86,8 +85,8 @@ def pack(
 ) -> Packed:
     """Write `out/evidence-1.tar.xz`, ... from the run folders in `folder`.
 
-    Each run is compressed on its own, so its size is known, and placed into the fullest archive with room for it. Where
-    all of it does not fit, token dumps are thinned: fewer steps of each run, down to none.
+    Each run is compressed on its own, so that its size is known, and placed into the fullest archive with room for it.
+    Where all of it does not fit, token dumps are thinned: fewer steps of each run, down to none.
 
     Args:
         mib: of one archive, at most; files: so many archives, at most.
@@ -104,20 +103,17 @@ def pack(
     chosen = {name: path for name, path in found.items() if names is None or name in names}
     if not chosen:
         raise EvidenceError(f"{folder}: none of its runs was asked for; it has {', '.join(map(str, found))}")
+    runs = {name: _Compressed.of(path, used_only, dump_steps) for name, path in chosen.items()}
     steps = dump_steps
-    while True:
-        blobs = {name: _compressed(path, used_only, steps) for name, path in chosen.items()}
-        bins = _placed({name: len(blob) for name, blob in blobs.items()}, int(mib * MIB), files)
-        if bins is not None:
-            break
+    while (bins := _placed({name: run.size(steps) for name, run in runs.items()}, int(mib * MIB), files)) is None:
         if steps == 0:
-            total = sum(map(len, blobs.values())) / MIB
+            total = sum(run.size(0) for run in runs.values()) / MIB
             raise EvidenceError(
                 f"{len(chosen)} runs are {total:.1f} MiB without token dumps, and {files} archives of {mib:g} MiB do "
                 "not hold them: pack fewer runs (--only), keep only the metrics that figures read (--used), or allow "
                 "more (--mib, --files)"
             )
-        steps = steps // 2
+        steps //= 2
     out.mkdir(parents=True, exist_ok=True)
     for stale in out.glob(f"{STEM}-*.tar.xz"):
         stale.unlink()
@@ -125,12 +121,10 @@ def pack(
     for number, members in enumerate(bins, start=1):
         path = out / f"{STEM}-{number}.tar.xz"
         # .xz streams one after another are one .xz file, and so are tar members without the end mark between them
-        path.write_bytes(b"".join(blobs[name] for name in members) + lzma.compress(_END))
+        path.write_bytes(b"".join(runs[name].stream(steps) for name in members) + lzma.compress(_END))
         written.append(path)
     packed = [str(name) for members in bins for name in members]
-    return Packed(
-        tuple(written), tuple(packed), {str(name): min(steps, len(dumped_steps(chosen[name]))) for name in chosen}
-    )
+    return Packed(tuple(written), tuple(packed), {str(name): len(run.kept(steps)) for name, run in runs.items()})
 
 
 def unpack(archives: Sequence[Path], out: Path) -> list[str]:
@@ -161,19 +155,48 @@ _BLOCK = 512
 _END = bytes(2 * _BLOCK)
 
 
-def _compressed(folder: Path, used_only: bool, steps: int) -> bytes:
-    """A run folder as tar members (without the end mark), compressed."""
-    sink = io.BytesIO()
-    for name, content in _contents(folder, used_only, steps):
-        header = tarfile.TarInfo(f"{folder.name}/{name}")
-        header.size = len(content)
-        sink.write(header.tobuf(tarfile.PAX_FORMAT))
-        sink.write(content)
-        sink.write(bytes(-len(content) % _BLOCK))
-    return lzma.compress(sink.getvalue(), preset=6)
+@dataclass(frozen=True)
+class _Compressed:
+    """A run folder as compressed tar members: what is always there, and each dumped step on its own."""
+
+    always: bytes
+    dumps: Mapping[int, bytes]
+
+    @classmethod
+    def of(cls, folder: Path, used_only: bool, steps: int) -> _Compressed:
+        always = b"".join(_member(f"{folder.name}/{name}", content) for name, content in _contents(folder, used_only))
+        dumps = {}
+        for step in _evenly(dumped_steps(folder), steps):
+            name = f"{FOLDER}/step_{step:06d}.parquet"
+            # parquet is compressed already
+            dumps[step] = lzma.compress(_member(f"{folder.name}/{name}", (folder / name).read_bytes()), preset=0)
+        return cls(lzma.compress(always, preset=6), dumps)
+
+    def kept(self, steps: int) -> list[int]:
+        return _evenly(sorted(self.dumps), steps)
+
+    def stream(self, steps: int) -> bytes:
+        return self.always + b"".join(self.dumps[step] for step in self.kept(steps))
+
+    def size(self, steps: int) -> int:
+        return len(self.always) + sum(len(self.dumps[step]) for step in self.kept(steps))
 
 
-def _contents(folder: Path, used_only: bool, steps: int) -> Iterator[tuple[str, bytes]]:
+def _evenly(steps: Sequence[int], count: int) -> list[int]:
+    """At most `count` of them, first and last included (of one: the last)."""
+    count = min(count, len(steps))
+    if count == 1:
+        return [steps[-1]]
+    return [steps[round(place * (len(steps) - 1) / (count - 1))] for place in range(count)]
+
+
+def _member(name: str, content: bytes) -> bytes:
+    header = tarfile.TarInfo(name)
+    header.size = len(content)
+    return header.tobuf(tarfile.PAX_FORMAT) + content + bytes(-len(content) % _BLOCK)
+
+
+def _contents(folder: Path, used_only: bool) -> Iterator[tuple[str, bytes]]:
     places = {str(folder.parent.absolute()): f"runs/{STEM}", str(Path.home()): "~", str(Path.cwd()): "."}
     for name in _SMALL:
         if (folder / name).is_file():
@@ -183,11 +206,6 @@ def _contents(folder: Path, used_only: bool, steps: int) -> Iterator[tuple[str, 
             yield name, text.encode()
     for path in sorted(folder.glob("metrics*.jsonl")):
         yield path.name, _thinned(path) if used_only else path.read_bytes()
-    found = dumped_steps(folder)
-    kept = {found[round(place * (len(found) - 1) / max(1, steps - 1))] for place in range(min(steps, len(found)))}
-    for step in sorted(kept):
-        name = f"{FOLDER}/step_{step:06d}.parquet"
-        yield name, (folder / name).read_bytes()
 
 
 def _thinned(path: Path) -> bytes:
