@@ -32,7 +32,7 @@ MODELS = {"dense": "evidence_qwen3", "moe": "evidence_qwen3_moe"}
 
 @functools.cache
 def cells():
-    matrix = matrix_of(find_recipe("evidence_grpo"), ["+matrix=evidence", "data.seed=1,2,3", "tim.run_dir=runs/e"])
+    matrix = matrix_of(find_recipe("evidence_grpo"), ["+matrix=evidence", "tim.run_dir=runs/e"])
     return {cell.name: cell for cell in matrix.cells}
 
 

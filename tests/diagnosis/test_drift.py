@@ -30,7 +30,12 @@ def group(name, reward, *, skew=0.0, seeds=3, steps=200, noise=0.01, skew_noise=
         rewards = [reward(step) + random.normal(0, noise) for step in range(1, steps + 1)]
         skews = [skew + random.normal(0, skew_noise) for _ in range(steps)]
         logs.append(
-            MetricLog([Record(at, {REWARD[0]: r, SKEW[0]: s}) for at, (r, s) in enumerate(zip(rewards, skews, strict=True), 1)])
+            MetricLog(
+                [
+                    Record(at, {REWARD[0]: r, SKEW[0]: s})
+                    for at, (r, s) in enumerate(zip(rewards, skews, strict=True), 1)
+                ]
+            )
         )
     return Group(name, tuple(range(seeds)), tuple(logs))
 

@@ -13,9 +13,7 @@ from tests.diagnosis.fake_runs import write_run
 from verl_tim.evidence.names import VARIANTS, RunName
 
 
-def write_matrix(
-    root: Path, pairs=("dense-grpo",), variants=VARIANTS, seeds=(1, 2, 3), *, steps=40, skew=None
-) -> Path:
+def write_matrix(root: Path, pairs=("dense-grpo",), variants=VARIANTS, seeds=(1, 2, 3), *, steps=40, skew=None) -> Path:
     """Run folders below `root`.
 
     Args:

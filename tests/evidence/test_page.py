@@ -91,10 +91,10 @@ def test_the_commands_of_the_readme_exist():
     from verl_tim.launch.recipes import find_recipe
 
     known = typer.main.get_command(app)
-    lines = re.findall(r"^ {4}(verl-tim .*(?:\\\n.*)*)$", README.read_text(), flags=re.MULTILINE)
+    lines = re.findall(r"^ {4}(verl-tim (?:.*\\\n)*.*)$", README.read_text(), flags=re.MULTILINE)
     assert len(lines) > 8
     for line in lines:
-        words = shlex.split(re.sub(r"\s+# .*$", "", line.replace("\\\n", " ")))
+        words = shlex.split(re.sub(r"\s+[#&>].*$", "", line.replace("\\\n", " ")))
         command = known.commands[words[1]]
         rest = words[2:]
         if hasattr(command, "commands"):

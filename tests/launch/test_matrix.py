@@ -158,6 +158,22 @@ def test_cells_may_share_lists_and_name_their_recipe(tmp_path):
     assert set(seen) == {"cpu_grpo", "cpu_reinforce"}
 
 
+def test_a_matrix_has_a_sweep_of_its_own_that_the_command_line_may_narrow():
+    only = "tim.only=moe-grpo-vexact"
+
+    def seeds(*more):
+        matrix = matrix_of(find_recipe("evidence_grpo"), ["+matrix=evidence", only, *more])
+        return {cell.name.removeprefix("moe-grpo-vexact"): cell.overrides for cell in matrix.cells}
+
+    assert list(seeds()) == [f"-data.seed={n}" for n in (1, 2, 3)]
+    assert list(seeds("data.seed=2")) == ["-data.seed=2"], "the same name as in the whole"
+    assert seeds("data.seed=2")["-data.seed=2"] == seeds()["-data.seed=2"]
+    assert list(seeds("data.seed=5,6")) == ["-data.seed=5", "-data.seed=6"]
+    assert list(seeds("data.seed=4", "trainer.test_freq=5,6")) == [
+        f"-trainer.test_freq={n}-data.seed=4" for n in (5, 6)
+    ]
+
+
 @pytest.fixture
 def matrix(tmp_path):
     return Matrix(find_recipe("cpu_grpo"), tmp_path, tuple(Cell(name, (f"data.seed={name}",)) for name in "123"))

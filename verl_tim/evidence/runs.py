@@ -100,7 +100,7 @@ def found_in(folder: Path) -> dict[RunName, Path]:
     if not found:
         raise EvidenceError(
             f"{folder} holds no run of +matrix=evidence ({PLANNED[0]}, ...) that logged anything: "
-            "unpack the archives first, or run verl-tim train recipe=evidence_grpo +matrix=evidence data.seed=1,2,3"
+            "unpack the archives first, or run verl-tim train recipe=evidence_grpo +matrix=evidence"
         )
     order = {variant: place for place, variant in enumerate(VARIANTS)}
     return dict(sorted(found.items(), key=lambda item: (item[0].pair, order.get(item[0].variant, 99), item[0].seed)))

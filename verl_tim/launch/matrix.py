@@ -77,11 +77,13 @@ def matrix_of(recipe: Recipe, overrides: Sequence[str]) -> Matrix:
     common = [word for word in overrides if word not in swept]
     with hydra_for(recipe):
         config = compose_config(recipe, common)
+    swept, common = _with_own_sweep(config, swept, common)
     folder = Path(str(config.tim.run_dir)).expanduser().absolute()
     kept = [
         word
         for word in common
-        if not _GROUP.match(word) and not word.lstrip("+").startswith(("tim.run_dir=", "tim.only=", "tim.matrix."))
+        if not _GROUP.match(word)
+        and not word.lstrip("+").startswith(("tim.run_dir=", "tim.only=", "tim.matrix.", "tim.sweep"))
     ]
     # trackers then show together what `compare` is given together
     group = [word for word in kept if word.lstrip("+").startswith(_GROUP_OF_TRACKERS)]
@@ -98,6 +100,24 @@ def matrix_of(recipe: Recipe, overrides: Sequence[str]) -> Matrix:
             place = (filed, f"trainer.experiment_name='{cell}'", f"tim.run_dir='{folder / cell}'")
             cells.append(Cell(cell, (*kept, *words, *values, *place), own))
     return Matrix(recipe, folder, tuple(cells))
+
+
+def _with_own_sweep(config: DictConfig, swept: Sequence[str], common: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The matrix's own sweep, `tim.sweep: {KEY: [VALUE, ...]}`, beside the command line's; what that says of a key goes
+    first, one value too, and stands in the runs' names as the others would."""
+    own: Any = OmegaConf.to_container(OmegaConf.select(config, "tim.sweep") or OmegaConf.create({}), resolve=True)
+    added, left = [], list(common)
+    for key, values in own.items():
+        if any(_key_of(word) == key for word in swept):
+            continue
+        said = [word for word in left if _key_of(word) == key]
+        left = [word for word in left if word not in said]
+        added.append(said[-1] if said else f"{key}={','.join(map(str, values))}")
+    return [*swept, *added], left
+
+
+def _key_of(word: str) -> str:
+    return word.lstrip("+").partition("=")[0]
 
 
 def prepared(matrix: Matrix, ready: Callable[[Recipe, Sequence[str]], DictConfig]) -> dict[str, DictConfig]:
