@@ -16,7 +16,7 @@ from verl_tim.evidence.tables import TABLES
 
 def test_there_and_back(runs, tmp_path):
     packed = pack(runs, tmp_path / "out")
-    assert len(packed.runs) == 15
+    assert len(packed.runs) == 10
     assert all(path.stat().st_size < 15 * MIB for path in packed.files)
     assert set(unpack(packed.files, tmp_path / "back")) == {path.name for path in runs.iterdir()}
     for name, folder in found_in(runs).items():
@@ -48,8 +48,8 @@ def test_dumps_are_thinned_until_all_of_it_fits(runs, tmp_path):
     size = whole.files[0].stat().st_size / MIB
     small = pack(runs, tmp_path / "b", used_only=True, files=1, mib=0.7 * size)
     assert small.files[0].stat().st_size <= 0.7 * size * MIB
-    assert len(small.runs) == 15
-    assert set(small.dump_steps.values()) < {0, 1, 2}
+    assert len(small.runs) == 10
+    assert set(small.dump_steps.values()) <= {0, 1}
     with pytest.raises(EvidenceError, match=r"without token dumps.*--used"):
         pack(runs, tmp_path / "c", mib=0.001)
 
@@ -63,7 +63,7 @@ def test_several_archives_hold_each_run_once(runs, tmp_path):
     for path in packed.files:
         with tarfile.open(path, "r:xz") as tar:
             members.append({name.split("/")[0] for name in tar.getnames()})
-    assert sum(map(len, members)) == 15 == len(set.union(*members))
+    assert sum(map(len, members)) == 10 == len(set.union(*members))
     again = pack(runs, tmp_path / "b", dump_steps=1, files=1)
     assert sorted((tmp_path / "b").iterdir()) == list(again.files), "those of an earlier call are gone"
 
