@@ -87,6 +87,24 @@ def test_the_longer_run_stays(tmp_path):
     assert Run.read(tmp_path / "home" / name).steps == 9
 
 
+def test_a_resumed_run_comes_home_with_all_its_parts(tmp_path):
+    root = write_matrix(tmp_path / "runs", variants=["vexact"], seeds=[1], steps=9)
+    (folder,) = root.iterdir()
+    half = write_matrix(tmp_path / "half", variants=["vexact"], seeds=[1], steps=9)
+    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / "metrics.1.jsonl").write_text("".join(lines[:6]))
+    (folder / "metrics.jsonl").unlink()
+    early = pack(root, tmp_path / "early")  # cut off, and the next attempt has logged nothing yet
+    (folder / "metrics.jsonl").write_text("".join(lines[6:]))
+    late = pack(root, tmp_path / "late")
+    home = tmp_path / "home"
+    for archives, steps in ((early, 5), (late, 9), (early, 9)):
+        unpack(archives.files, home)
+        assert Run.read(home / folder.name).steps == steps
+    whole = Run.read(half / folder.name).log
+    assert Run.read(home / folder.name).log.steps == whole.steps
+
+
 def test_a_torn_last_line_does_not_stop_it(tmp_path):
     root = write_matrix(tmp_path / "runs", variants=["vexact"], seeds=[1], steps=5)
     (folder,) = root.iterdir()

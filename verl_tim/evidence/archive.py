@@ -11,17 +11,19 @@ import json
 import lzma
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 
 from verl_tim.diagnosis.curves import PLOTS
 from verl_tim.diagnosis.early_warning import SIGNALS
 from verl_tim.diagnosis.manifest import MANIFEST_NAME
-from verl_tim.diagnosis.run_folder import CONFIG_NAME, METRICS_NAME
+from verl_tim.diagnosis.run_folder import CONFIG_NAME
 from verl_tim.diagnosis.speed import STAGES, STEP_TIME
 from verl_tim.diagnosis.token_dump import FOLDER, dumped_steps
 from verl_tim.evidence.names import RunName
-from verl_tim.evidence.runs import EvidenceError
+from verl_tim.evidence.runs import METRIC_FILES, EvidenceError, found_in, metric_files
 from verl_tim.launch.restarts import ATTEMPTS
 
 STEM = "evidence"
@@ -97,8 +99,6 @@ def pack(
     Raises:
         EvidenceError: no such runs, or too much for the archives even without token dumps.
     """
-    from verl_tim.evidence.runs import found_in
-
     found = found_in(folder)
     chosen = {name: path for name, path in found.items() if names is None or name in names}
     if not chosen:
@@ -140,8 +140,10 @@ def unpack(archives: Sequence[Path], out: Path) -> list[str]:
     for archive in archives:
         for name, files in _runs_in(archive):
             target = out / name
-            if _steps(target) >= _count(files.get(METRICS_NAME, b"")) and target.exists():
+            if target.exists() and _last_step(_metrics_of(target)) >= _last_step(files):
                 continue
+            for stale in metric_files(target):  # a resumed run's parts are numbered by its attempts
+                stale.unlink()
             for inner, content in files.items():
                 path = target / inner
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -204,7 +206,7 @@ def _contents(folder: Path, used_only: bool) -> Iterator[tuple[str, bytes]]:
             for place, instead in places.items():  # of the machine that is given back
                 text = text.replace(place, instead)
             yield name, text.encode()
-    for path in sorted(folder.glob("metrics*.jsonl")):
+    for path in metric_files(folder):
         yield path.name, _thinned(path) if used_only else path.read_bytes()
 
 
@@ -262,10 +264,16 @@ def _runs_in(archive: Path) -> Iterator[tuple[str, dict[str, bytes]]]:
     yield from runs.items()
 
 
-def _count(lines: bytes) -> int:
-    return lines.count(b"\n")
+def _metrics_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in metric_files(folder)}
 
 
-def _steps(folder: Path) -> int:
-    path = folder / METRICS_NAME
-    return _count(path.read_bytes()) if path.is_file() else -1
+def _last_step(files: Mapping[str, bytes]) -> int:
+    """The last step of a run's files by name, -1 where it logged none."""
+    last = -1
+    for name, content in files.items():
+        if fnmatch(name, METRIC_FILES):
+            for line in content.splitlines():
+                with suppress(json.JSONDecodeError):  # a torn last line
+                    last = max(last, json.loads(line)["step"])
+    return last
