@@ -49,7 +49,7 @@ setup(
         *(f"verl_tim.recipes.{recipe}" for recipe in RECIPES),
     ],
     package_dir={"verl_tim.configs": "configs", "verl_tim.recipes": "recipes"},
-    package_data={"": ["*.yaml", "*.md", "*.html.j2", "*.sh.j2", "*.json", "py.typed"]},
+    package_data={"": ["*.yaml", "*.md", "*.html.j2", "*.md.j2", "*.sh.j2", "*.json", "py.typed"]},
     install_requires=[
         "verl==0.9.1",
         # what verl's trainer imports, and only verl's extra verl-core lists (among packages for GPUs and vision)

@@ -14,6 +14,7 @@ from verl_tim.commands import (
     compare,
     data,
     doctor,
+    evidence,
     launch,
     model,
     plan,
@@ -57,6 +58,7 @@ for module in COMMANDS:
 
 app.add_typer(launch.app, name=launch.NAME, help=launch.HELP)
 app.add_typer(bench.app, name=bench.NAME, help=bench.HELP)
+app.add_typer(evidence.app, name=evidence.NAME, help=evidence.HELP)
 
 
 def main() -> None:

@@ -53,6 +53,7 @@ def register() -> None:
         patch_start_checks,
         patch_tracking,
         patch_vllm_top1,
+        patch_vllm_sockets,
     ):
         _run_once(step)
 
@@ -451,6 +452,29 @@ def patch_vllm_top1() -> None:
         record_top1(module)
 
     _when_imported("verl.workers.rollout.vllm_rollout.vllm_async_server", patch)
+
+
+def patch_vllm_sockets() -> None:
+    """verl 0.9.1, workers/rollout/vllm_rollout/vllm_rollout.py:141, utils.py:431: a run's weights reach its own vLLM.
+
+    Trainer and vLLM meet at a socket in /tmp that is named after the Ray job's id. Every Ray cluster counts its jobs
+    from 1, so two runs on one machine, each with a cluster of its own, meet at one socket: the later one removes the
+    other's and binds its own, and an engine may be sent the other run's weights, without an error. The patch adds the
+    address of the cluster to the name, at both ends. Unnecessary once verl does. No upstream issue is known.
+    """
+
+    def server(module: ModuleType) -> None:
+        from verl_tim.rollout.vllm_sockets import mark_server
+
+        mark_server(module)
+
+    def adapter(module: ModuleType) -> None:
+        from verl_tim.rollout.vllm_sockets import mark_adapter
+
+        mark_adapter(module)
+
+    _when_imported("verl.workers.rollout.vllm_rollout.vllm_async_server", server)
+    _when_imported("verl.workers.rollout.vllm_rollout.vllm_rollout", adapter)
 
 
 register()

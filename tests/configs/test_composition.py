@@ -112,12 +112,13 @@ def test_every_group_offers_something():
     assert GROUPS["rollout"] == ["stock", "vexact", "vllm", "vllm_invariant"]
     assert GROUPS["trainer"] == ["contract", "stock"]
     assert set(GROUPS["correction"]) > CORRECTIONS
-    assert GROUPS["cluster"] == ["cpu", "cpu2x1", "gpu1", "gpu2x8", "gpu8", "gpu8x8"]
+    assert GROUPS["cluster"] == ["cpu", "cpu2x1", "gpu1", "gpu1_shared", "gpu2x8", "gpu8", "gpu8x8"]
     assert (
         recipe_names()
         == [
             *("cpu_grpo", "cpu_moe_grpo", "cpu_reinforce", "cpu_tool_grpo"),
             *("dense_grpo", "dense_grpo_1gpu", "dense_reinforce", "dense_reinforce_1gpu"),
+            *("evidence_grpo", "evidence_reinforce"),
             *("moe_grpo", "moe_grpo_1gpu", "moe_reinforce"),
         ]
         == RECIPES

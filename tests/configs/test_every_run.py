@@ -33,14 +33,18 @@ from verl_tim.training import accelerator
 from verl_tim.training.start_checks import Cluster, findings
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
-CLUSTERS = {"cpu": (1, 1), "cpu2x1": (2, 1), "gpu1": (1, 1), "gpu8": (1, 8), "gpu2x8": (2, 8), "gpu8x8": (8, 8)}
+CLUSTERS = {
+    **{"cpu": (1, 1), "cpu2x1": (2, 1), "gpu1": (1, 1), "gpu1_shared": (1, 1)},
+    **{"gpu8": (1, 8), "gpu2x8": (2, 8), "gpu8x8": (8, 8)},
+}
 # Prompts per optimiser step and answers to each.
 STEP = {
     **{"cpu_grpo": (8, 8), "cpu_moe_grpo": (8, 8), "cpu_tool_grpo": (8, 8), "cpu_reinforce": (128, 1)},
     **{"dense_grpo": (16, 8), "dense_grpo_1gpu": (16, 8), "dense_reinforce": (64, 8), "dense_reinforce_1gpu": (64, 8)},
     **{"moe_grpo": (8, 4), "moe_grpo_1gpu": (16, 4), "moe_reinforce": (512, 16)},
+    **{"evidence_grpo": (16, 8), "evidence_reinforce": (64, 8)},
 }
-REINFORCE = ("cpu_reinforce", "dense_reinforce", "dense_reinforce_1gpu", "moe_reinforce")
+REINFORCE = ("cpu_reinforce", "dense_reinforce", "dense_reinforce_1gpu", "evidence_reinforce", "moe_reinforce")
 SPLIT = ("moe_grpo", "moe_reinforce")
 
 

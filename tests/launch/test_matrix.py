@@ -137,6 +137,43 @@ def test_a_matrix_of_ones_own_stands_beside_the_recipe(tmp_path):
     assert (config.tim.run_dir, config.data.seed) == (f"{tmp_path}/runs/stock", 3)
 
 
+def test_cells_may_share_lists_and_name_their_recipe(tmp_path):
+    source = resources.files(RECIPES_PACKAGE).joinpath("cpu_grpo", "cpu_grpo.yaml").read_text()
+    (tmp_path / "mine.yaml").write_text(source)
+    (tmp_path / "matrix").mkdir()
+    (tmp_path / "matrix" / "shared.yaml").write_text(
+        "# @package _global_\ntim:\n  matrix:\n"
+        "    a: [&both [&one [data.seed=3], trainer.test_freq=5], rollout=vexact]\n"
+        "    b: [*both, recipe=cpu_reinforce, rollout=stock]\n"
+    )
+    words = ["+matrix=shared", f"tim.run_dir={tmp_path}/runs"]
+    a, b = matrix_of(find_recipe(str(tmp_path / "mine.yaml")), words).cells
+    assert a.overrides[:-3] == ("data.seed=3", "trainer.test_freq=5", "rollout=vexact")
+    assert a.recipe is None
+    assert b.recipe == find_recipe("cpu_reinforce")
+    assert b.words[:4] == ["recipe=cpu_reinforce", "data.seed=3", "trainer.test_freq=5", "rollout=stock"]
+    seen = {}
+    matrix = Matrix(find_recipe("cpu_grpo"), tmp_path, (a, b))
+    prepared(matrix, lambda recipe, overrides: seen.setdefault(recipe.name, OmegaConf.create({})))
+    assert set(seen) == {"cpu_grpo", "cpu_reinforce"}
+
+
+def test_a_matrix_has_a_sweep_of_its_own_that_the_command_line_may_narrow():
+    only = "tim.only=moe-grpo-vexact"
+
+    def seeds(*more):
+        matrix = matrix_of(find_recipe("evidence_grpo"), ["+matrix=evidence", only, *more])
+        return {cell.name.removeprefix("moe-grpo-vexact"): cell.overrides for cell in matrix.cells}
+
+    assert list(seeds()) == [f"-data.seed={n}" for n in (1, 2, 3)]
+    assert list(seeds("data.seed=2")) == ["-data.seed=2"], "the same name as in the whole"
+    assert seeds("data.seed=2")["-data.seed=2"] == seeds()["-data.seed=2"]
+    assert list(seeds("data.seed=5,6")) == ["-data.seed=5", "-data.seed=6"]
+    assert list(seeds("data.seed=4", "trainer.test_freq=5,6")) == [
+        f"-trainer.test_freq={n}-data.seed=4" for n in (5, 6)
+    ]
+
+
 @pytest.fixture
 def matrix(tmp_path):
     return Matrix(find_recipe("cpu_grpo"), tmp_path, tuple(Cell(name, (f"data.seed={name}",)) for name in "123"))
@@ -198,7 +235,7 @@ def test_train_lists_what_a_matrix_would_run(tmp_path, monkeypatch):
     from verl_tim.cli import app
     from verl_tim.launch import start
 
-    monkeypatch.setattr(start, "make_ready", lambda config: None)
+    monkeypatch.setattr(start, "make_ready", lambda config, folder_is_free: None)
     words = [
         "train",
         "recipe=cpu_grpo",

@@ -2,6 +2,7 @@
 score to raise."""
 
 import json
+import os
 from itertools import islice
 
 import pytest
@@ -12,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from verl_tim.models import load_model_config
 from verl_tim.tasks import warmup as warmup_module
 from verl_tim.tasks.architectures import init_model, resolve_shape
-from verl_tim.tasks.base_model import build_base_model
+from verl_tim.tasks.base_model import base_model_spec, build_base_model
 from verl_tim.tasks.catalog import get_task, resolve_difficulty
 from verl_tim.tasks.errors import InputError
 from verl_tim.tasks.problems import pool_of, stream_pool
@@ -185,6 +186,46 @@ def test_greedy_and_seeded_sampling_repeat(tokenizer):
 def test_score_of_a_model_that_knows_nothing_is_next_to_nothing(tokenizer):
     problems = list(islice(stream_pool(CHAIN_SUM, DIFFICULTY, 0, "train"), 32))
     assert mean_score(fresh_model("qwen3", tokenizer), tokenizer, CHAIN_SUM, problems) < 0.1
+
+
+def test_a_longer_task_gets_room_for_its_answers(tokenizer):
+    def room(**settings):
+        difficulty = resolve_difficulty(CHAIN_SUM, settings)
+        return warmup_module.answer_room(
+            tokenizer, CHAIN_SUM, list(islice(stream_pool(CHAIN_SUM, difficulty, 0, "train"), 64))
+        )
+
+    assert room() == 32, "the default task's models were made with this"
+    longest = room(min_terms=12, max_terms=12, max_digits=2)
+    assert longest > 40
+    model = fresh_model("qwen3", tokenizer)
+    model.generation_config.eos_token_id = None
+    (answer,) = generate_answers(model, tokenizer, ["1 + 1 ="], temperature=1.0, seed=1, max_tokens=longest)
+    assert len(answer) == longest or tokenizer.eos_token_id in answer
+
+
+def test_the_device_is_part_of_what_a_model_is(monkeypatch):
+    here = base_model_spec("qwen3", shape=SMALL)
+    assert "device" not in here, "what was made on CPUs keeps its key"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert base_model_spec("qwen3", shape=SMALL, device="auto") == here
+    with pytest.raises(InputError, match="device: this machine has no GPU"):
+        base_model_spec("qwen3", shape=SMALL, device="cuda")
+    with pytest.raises(InputError, match="unknown device 'gpu'; known devices: auto, cpu, cuda"):
+        base_model_spec("qwen3", shape=SMALL, device="gpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert base_model_spec("qwen3", shape=SMALL, device="auto") == {**here, "device": "cuda"}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_a_gpu_equal_settings_give_equal_bytes(kind, tmp_path):
+    before = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+    first, second = (make(kind, tmp_path / name, device="cuda") for name in "ab")
+    assert (first / "model.safetensors").read_bytes() == (second / "model.safetensors").read_bytes()
+    assert json.loads((first / "model.json").read_text())["spec"]["device"] == "cuda"
+    assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == before
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 @pytest.mark.parametrize(

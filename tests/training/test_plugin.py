@@ -27,6 +27,7 @@ STEPS = {
     "patch_start_checks",
     "patch_tracking",
     "patch_vllm_top1",
+    "patch_vllm_sockets",
 }
 
 

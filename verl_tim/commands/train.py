@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from verl_tim.commands.output import bad_input, print_json, stderr, table
+from verl_tim.commands.output import bad_input, print_json, stderr, stdout, table
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -35,6 +36,14 @@ def command(
         int | None,
         typer.Option(min=0, help="Starts again, from the last checkpoint, after a dead process or node: tim.restarts."),
     ] = None,
+    at_once: Annotated[
+        int | None,
+        typer.Option(min=1, help="Of several runs, so many side by side on this machine; see docs/recipes.md."),
+    ] = None,
+    minutes: Annotated[
+        float | None,
+        typer.Option(min=1, help="Of several runs: what runs then is ended, and goes on with the same command."),
+    ] = None,
     dry_run: Annotated[bool, typer.Option(help="Stop before the start and print the resolved config.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> None:
@@ -46,7 +55,10 @@ def command(
     if restarts is not None:
         overrides = [*(overrides or []), f"tim.restarts.limit={restarts}"]
     if multirun or asks_for_several(overrides or []):
-        raise typer.Exit(_several(overrides or [], dry_run=dry_run, as_json=as_json))
+        limits = None if at_once is None and minutes is None else (at_once or 1, minutes)
+        raise typer.Exit(_several(overrides or [], limits, dry_run=dry_run, as_json=as_json))
+    if at_once is not None or minutes is not None:
+        raise typer.BadParameter("--at-once and --minutes are for several runs: +matrix=NAME, or -m with swept values")
     with bad_input():
         stderr().print("[dim]composing and checking[/]")
         config = ready(overrides or [])
@@ -62,10 +74,16 @@ def command(
     raise typer.Exit(outcome.exit_code)
 
 
-def _several(overrides: list[str], *, dry_run: bool, as_json: bool) -> int:
-    """Every run of a matrix or a sweep; the exit code."""
+def _several(overrides: list[str], limits: tuple[int, float | None] | None, *, dry_run: bool, as_json: bool) -> int:
+    """Every run of a matrix or a sweep; the exit code.
+
+    Args:
+        limits: (runs at once, minutes for all); None: one after another, each shown step by step.
+    """
+    began = time.monotonic()
     from verl_tim.launch.compose import split_recipe
     from verl_tim.launch.matrix import matrix_of, prepared, run_all
+    from verl_tim.launch.restarts import again
     from verl_tim.launch.start import ready_of
 
     with bad_input():
@@ -76,8 +94,11 @@ def _several(overrides: list[str], *, dry_run: bool, as_json: bool) -> int:
         _list_runs(matrix, set(configs), as_json=as_json)
         return 0
 
+    if limits is not None:
+        return _side_by_side(matrix, configs, limits, began, as_json=as_json)
+
     def one(config: DictConfig, name: str) -> int:
-        outcome = run(config, label=name)
+        outcome = run(again(config), label=name)
         show(config, outcome, as_json=as_json)
         return outcome.exit_code
 
@@ -85,17 +106,33 @@ def _several(overrides: list[str], *, dry_run: bool, as_json: bool) -> int:
         return run_all(matrix, configs, one, lambda line: stderr().print(line, markup=False, soft_wrap=True))
 
 
+def _side_by_side(
+    matrix: Matrix, configs: dict[str, DictConfig], limits: tuple[int, float | None], began: float, *, as_json: bool
+) -> int:
+    """The runs of a matrix, several at once and within a time, and the table of what became of them; the exit code."""
+    from verl_tim.commands.several import RunsProgress, runs_table
+    from verl_tim.launch.side_by_side import run_side_by_side
+
+    at_once, minutes = limits
+    # composing, and making model and data, is part of the time
+    seconds = None if minutes is None else 60 * minutes - (time.monotonic() - began)
+    with bad_input(), RunsProgress(stderr()) as progress:
+        states, code = run_side_by_side(matrix, configs, at_once=at_once, seconds=seconds, on_change=progress.on_change)
+    if as_json:
+        print_json({"exit_code": code, "folder": str(matrix.folder), "runs": [state.to_dict() for state in states]})
+    else:
+        stdout().print(runs_table(states, title=str(matrix.folder)))
+    return code
+
+
 def _list_runs(matrix: Matrix, left: set[str], *, as_json: bool) -> None:
     if as_json:
         print_json(
-            [
-                {"run": cell.name, "done": cell.name not in left, "overrides": list(cell.overrides)}
-                for cell in matrix.cells
-            ]
+            [{"run": cell.name, "done": cell.name not in left, "overrides": cell.words} for cell in matrix.cells]
         )
         return
     # the last three overrides are the run's group at trackers, its name and its folder
-    rows = [(cell.name, "" if cell.name in left else "yes", " ".join(cell.overrides[:-3])) for cell in matrix.cells]
+    rows = [(cell.name, "" if cell.name in left else "yes", " ".join(cell.words[:-3])) for cell in matrix.cells]
     table(str(matrix.folder), ("run", "done", "overrides"), rows)
 
 

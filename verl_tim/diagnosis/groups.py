@@ -138,7 +138,8 @@ def _common(names: Sequence[str], group: list[int]) -> str:
     """A single run's name; of several what their names begin with, without a seed's mark, and their number."""
     if len(group) == 1:
         return names[group[0]]
-    begun = re.sub(r"[-_./]*(s|seed)?[-_./]*$", "", _begun([names[at] for at in group]))
+    # `data.seed=` is what the runs of a sweep are called
+    begun = re.sub(r"[-_./]*(s|(data\.)?seed=?)?[-_./]*$", "", _begun([names[at] for at in group]))
     return f"{begun or names[group[0]]} ({len(group)} seeds)"
 
 

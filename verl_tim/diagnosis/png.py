@@ -6,6 +6,7 @@ plotly's own export starts a browser; matplotlib needs none.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import plotly.graph_objects as go
@@ -21,9 +22,15 @@ COLUMNS = 3
 DASHES = {"solid": "-", "dash": "--", "dot": ":"}
 
 
-def write_png(comparison: Comparison, path: Path, *, dpi: int = 150) -> None:
-    """Write all plots of the comparison, three in a row, with one legend."""
+def write_png(comparison: Comparison, path: Path, *, dpi: int = 150, plots: Sequence[str] | None = None) -> None:
+    """Write the plots of the comparison, three in a row, with one legend.
+
+    Args:
+        plots: ids of those to draw, in this order (`curves.PLOTS`); None: all. One that no run logged is left out.
+    """
     drawings = [d for section in build_sections(comparison.groups, overlay_of(comparison)) for d in section.drawings]
+    if plots is not None:
+        drawings = [d for id in plots for d in drawings if d.plot.id == id]
     rows = max(1, math.ceil(len(drawings) / COLUMNS))
     figure = Figure(figsize=(4.6 * COLUMNS, 2.9 * rows + 0.9), layout="constrained")
     FigureCanvasAgg(figure)

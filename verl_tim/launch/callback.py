@@ -78,14 +78,14 @@ def _primary_path(config: DictConfig) -> str:
 def _run(config: DictConfig, name: str) -> int:
     """One run in a child process, its steps on stderr."""
     from verl_tim.launch.process import run_verl
-    from verl_tim.launch.restarts import run_with_restarts
+    from verl_tim.launch.restarts import again, run_with_restarts
     from verl_tim.launch.run_folder import claim
 
     def say(line: str) -> None:
         print(f"verl_tim: {name}: {line}", file=sys.stderr, flush=True)
 
     outcome = run_with_restarts(
-        config,
+        again(config),
         lambda attempt: run_verl(claim(attempt).path, on_step=lambda step: say(f"step {step.number}")),
         say,
     )

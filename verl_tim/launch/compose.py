@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from verl_tim.launch.errors import LaunchError
 from verl_tim.launch.recipes import DEFAULT_RECIPE, Recipe, closest, find_recipe, group_options
 
-_RECIPE_KEY = "recipe="
+RECIPE_KEY = "recipe="
 
 
 def split_recipe(overrides: Sequence[str]) -> tuple[Recipe, list[str]]:
@@ -23,8 +23,8 @@ def split_recipe(overrides: Sequence[str]) -> tuple[Recipe, list[str]]:
 
     Raises LaunchError for a recipe that does not exist, one named twice, and a word that is no override.
     """
-    named = [word.removeprefix(_RECIPE_KEY) for word in overrides if word.startswith(_RECIPE_KEY)]
-    rest = [word for word in overrides if not word.startswith(_RECIPE_KEY)]
+    named = [word.removeprefix(RECIPE_KEY) for word in overrides if word.startswith(RECIPE_KEY)]
+    rest = [word for word in overrides if not word.startswith(RECIPE_KEY)]
     if len(named) > 1:
         raise LaunchError.of("recipe", f"given more than once: {', '.join(named)}", "give one recipe")
     for word in rest:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import fnmatch
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -18,9 +18,9 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_tim.launch.compose import compose_config, hydra_for
+from verl_tim.launch.compose import RECIPE_KEY, compose_config, hydra_for
 from verl_tim.launch.errors import Finding, LaunchError
-from verl_tim.launch.recipes import Recipe, closest
+from verl_tim.launch.recipes import Recipe, closest, find_recipe
 
 RECORD = "matrix.json"
 _GROUP = re.compile(r"\+{0,2}matrix=")
@@ -29,10 +29,20 @@ _GROUP_OF_TRACKERS = "tim.tracking.group="
 
 @dataclass(frozen=True)
 class Cell:
-    """One run of a matrix: its name, and the overrides that make it of the recipe."""
+    """One run of a matrix: its name, and the overrides that make it of the recipe.
+
+    Attributes:
+        recipe: that the cell names (`recipe=NAME` among its words); None: the matrix's.
+    """
 
     name: str
     overrides: tuple[str, ...]
+    recipe: Recipe | None = None
+
+    @property
+    def words(self) -> list[str]:
+        """All that makes this run, as the record keeps it."""
+        return [*([f"recipe={self.recipe.name}"] if self.recipe else []), *self.overrides]
 
 
 @dataclass(frozen=True)
@@ -67,24 +77,47 @@ def matrix_of(recipe: Recipe, overrides: Sequence[str]) -> Matrix:
     common = [word for word in overrides if word not in swept]
     with hydra_for(recipe):
         config = compose_config(recipe, common)
+    swept, common = _with_own_sweep(config, swept, common)
     folder = Path(str(config.tim.run_dir)).expanduser().absolute()
     kept = [
         word
         for word in common
-        if not _GROUP.match(word) and not word.lstrip("+").startswith(("tim.run_dir=", "tim.only=", "tim.matrix."))
+        if not _GROUP.match(word)
+        and not word.lstrip("+").startswith(("tim.run_dir=", "tim.only=", "tim.matrix.", "tim.sweep"))
     ]
     # trackers then show together what `compare` is given together
     group = [word for word in kept if word.lstrip("+").startswith(_GROUP_OF_TRACKERS)]
     kept = [word for word in kept if word not in group]
     filed = group[-1] if group else f"{_GROUP_OF_TRACKERS}'{folder.name}'"
     cells = []
-    for name, words in _chosen(config).items():
+    for name, given in _chosen(config).items():
+        named = [word for word in given if word.startswith(RECIPE_KEY)]
+        own = find_recipe(named[-1].removeprefix(RECIPE_KEY)) if named else None
+        words = [word for word in given if word not in named]
         for values in product(*(_values(word) for word in swept)):
             parts = [part for part in (name, *(_as_name(value) for value in values)) if part]
             cell = "-".join(parts) or "run"
-            named = (filed, f"trainer.experiment_name='{cell}'", f"tim.run_dir='{folder / cell}'")
-            cells.append(Cell(cell, (*kept, *words, *values, *named)))
+            place = (filed, f"trainer.experiment_name='{cell}'", f"tim.run_dir='{folder / cell}'")
+            cells.append(Cell(cell, (*kept, *words, *values, *place), own))
     return Matrix(recipe, folder, tuple(cells))
+
+
+def _with_own_sweep(config: DictConfig, swept: Sequence[str], common: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The matrix's own sweep, `tim.sweep: {KEY: [VALUE, ...]}`, beside the command line's; what that says of a key goes
+    first, one value too, and stands in the runs' names as the others would."""
+    own: Any = OmegaConf.to_container(OmegaConf.select(config, "tim.sweep") or OmegaConf.create({}), resolve=True)
+    added, left = [], list(common)
+    for key, values in own.items():
+        if any(_key_of(word) == key for word in swept):
+            continue
+        said = [word for word in left if _key_of(word) == key]
+        left = [word for word in left if word not in said]
+        added.append(said[-1] if said else f"{key}={','.join(map(str, values))}")
+    return [*swept, *added], left
+
+
+def _key_of(word: str) -> str:
+    return word.lstrip("+").partition("=")[0]
 
 
 def prepared(matrix: Matrix, ready: Callable[[Recipe, Sequence[str]], DictConfig]) -> dict[str, DictConfig]:
@@ -100,10 +133,10 @@ def prepared(matrix: Matrix, ready: Callable[[Recipe, Sequence[str]], DictConfig
     configs: dict[str, DictConfig] = {}
     problems: dict[Finding, list[str]] = {}
     for cell in matrix.cells:
-        if done.get(cell.name) == list(cell.overrides):
+        if done.get(cell.name) == cell.words:
             continue
         try:
-            configs[cell.name] = ready(matrix.recipe, cell.overrides)
+            configs[cell.name] = ready(cell.recipe or matrix.recipe, cell.overrides)
         except LaunchError as error:
             for finding in error.findings:
                 problems.setdefault(finding, []).append(cell.name)
@@ -129,7 +162,6 @@ def run_all(
     Returns:
         0, or the exit code of the first run that failed; 130 at once if one was interrupted.
     """
-    overrides = {cell.name: list(cell.overrides) for cell in matrix.cells}
     failed = 0
     for number, (name, config) in enumerate(configs.items(), start=1):
         say(f"run {number} of {len(configs)}: {name}")
@@ -140,7 +172,7 @@ def run_all(
             say(f"{name} ended with exit code {code}; its log is in {config.tim.run_dir}")
             failed = failed or code
         else:
-            _record(matrix, name, overrides[name])
+            record(matrix, name)
     return failed
 
 
@@ -150,9 +182,11 @@ def finished(matrix: Matrix) -> dict[str, list[str]]:
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
-def _record(matrix: Matrix, name: str, overrides: list[str]) -> None:
-    record = {**finished(matrix), name: overrides}
-    (matrix.folder / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+def record(matrix: Matrix, name: str) -> None:
+    """Remember that a run ended well."""
+    (words,) = (cell.words for cell in matrix.cells if cell.name == name)
+    content = {**finished(matrix), name: words}
+    (matrix.folder / RECORD).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def _chosen(config: DictConfig) -> dict[str, list[str]]:
@@ -160,9 +194,11 @@ def _chosen(config: DictConfig) -> dict[str, list[str]]:
     node = OmegaConf.select(config, "tim.matrix")
     if node is None:
         return {"": []}
-    cells: Any = OmegaConf.to_container(node, resolve=True)
-    for name, words in cells.items():
-        if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+    given: Any = OmegaConf.to_container(node, resolve=True)
+    cells = {}
+    for name, words in given.items():
+        cells[name] = list(_flat(words))
+        if not isinstance(words, list) or not all(isinstance(word, str) for word in cells[name]):
             raise LaunchError.of(f"tim.matrix.{name}", f"is {words!r}", "give a list of overrides: [rollout=vllm, ...]")
     only = OmegaConf.select(config, "tim.only") or "*"
     patterns = [only] if isinstance(only, str) else [str(pattern) for pattern in only]
@@ -172,6 +208,12 @@ def _chosen(config: DictConfig) -> dict[str, list[str]]:
                 "tim.only", f"{pattern!r} picks no run", closest(pattern, list(cells)) + f"known: {', '.join(cells)}"
             )
     return {name: words for name, words in cells.items() if any(fnmatch.fnmatchcase(name, one) for one in patterns)}
+
+
+def _flat(words: Any) -> Iterator[Any]:
+    """Lists in a list, so that a matrix can name what several runs share once, by a YAML anchor."""
+    for word in words if isinstance(words, list) else [words]:
+        yield from _flat(word) if isinstance(word, list) else [word]
 
 
 def _parsed(overrides: Sequence[str]) -> list[Any]:

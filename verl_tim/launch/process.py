@@ -10,7 +10,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -82,26 +83,25 @@ def verl_command(run_dir: Path) -> list[str]:
     ]
 
 
-def run_verl(run_dir: Path, *, on_step: Callable[[Step], None]) -> Outcome:
-    """Run verl on `run_dir/config.yaml` to its end.
+class VerlProcess:
+    """verl, running on `run_dir/config.yaml` as a child of this process."""
 
-    Args:
-        on_step: called for every new line of metrics.
+    def __init__(self, run_dir: Path, on_step: Callable[[Step], None]) -> None:
+        """Starts it.
 
-    On Ctrl-C, SIGTERM and SIGHUP the child and every process of its Ray cluster are ended before this returns or
-    raises: first as Ctrl-C would, then by force. Only processes that descend from this child are touched. If this
-    process is killed outright, the kernel sends the child SIGTERM, and Ray ends with its driver.
-    """
-    log = run_dir / LOG
-    started = time.monotonic()
-    steps: list[Step] = []
-    reader = MetricsReader(run_dir / METRICS_NAME)
-    child: subprocess.Popen | None = None
-    previous = _handle(_as_interrupt, _STOPPING)
-    try:
-        with log.open("wb") as sink:
+        Args:
+            on_step: called by `running` for every new line of metrics.
+
+        If this process is killed outright, the kernel sends the child SIGTERM, and Ray ends with its driver.
+        """
+        self.log = run_dir / LOG
+        self.steps: list[Step] = []
+        self._on_step = on_step
+        self._reader = MetricsReader(run_dir / METRICS_NAME)
+        self._started = time.monotonic()
+        with self.log.open("wb") as sink:
             # its own session: a Ctrl-C in the terminal reaches us only, and we end the tree in order
-            child = subprocess.Popen(
+            self.child = subprocess.Popen(
                 verl_command(run_dir),
                 stdout=sink,
                 stderr=subprocess.STDOUT,
@@ -110,36 +110,83 @@ def run_verl(run_dir: Path, *, on_step: Callable[[Step], None]) -> Outcome:
                 env=_environment(),
                 preexec_fn=partial(_tie_to_parent, os.getpid()),
             )
-        while child.poll() is None:
-            for step in reader.new_steps():
-                steps.append(step)
-                on_step(step)
-            time.sleep(_POLL_SECONDS)
-        exit_code = child.returncode
-    except BaseException as error:
-        # a second Ctrl-C, from somebody who does not want to wait, must not cut this short
-        _handle(signal.SIG_IGN, list(previous))
-        if child is not None:
-            end_tree(child)
-        if not isinstance(error, KeyboardInterrupt):
-            raise
-        exit_code = 130
+
+    @property
+    def seconds(self) -> float:
+        """Since it was started."""
+        return time.monotonic() - self._started
+
+    def running(self) -> bool:
+        """Whether it still runs; hands on the steps that it logged since the last call."""
+        ended = self.child.poll() is not None
+        self._read()
+        return not ended
+
+    def outcome(self, *, stopped: bool = False) -> Outcome:
+        """How it ended.
+
+        Args:
+            stopped: we ended it ourselves (`end_trees`): exit code 130, as after Ctrl-C.
+        """
+        self._read()
+        exit_code = self.child.returncode
+        cause: tuple[str, ...] = ()
+        if stopped:
+            exit_code = 130
+        elif exit_code < 0:
+            ended_by = signal.Signals(-exit_code)
+            # its log cannot hold the cause: nobody told it
+            cause = (f"verl's driver (pid {self.child.pid}) was ended by {ended_by.name}",)
+            exit_code = 128 + ended_by
+        elif exit_code not in (0, 130):
+            cause = failure_cause(self.log)
+        return Outcome(exit_code, self.seconds, tuple(self.steps), self.log, cause)
+
+    def _read(self) -> None:
+        for step in self._reader.new_steps():
+            self.steps.append(step)
+            self._on_step(step)
+
+
+def run_verl(run_dir: Path, *, on_step: Callable[[Step], None]) -> Outcome:
+    """Run verl on `run_dir/config.yaml` to its end.
+
+    Args:
+        on_step: called for every new line of metrics.
+
+    On Ctrl-C, SIGTERM and SIGHUP the child and every process of its Ray cluster are ended before this returns or
+    raises: first as Ctrl-C would, then by force. Only processes that descend from this child are touched.
+    """
+    verl: VerlProcess | None = None
+    with stop_requests() as ignore_more:
+        try:
+            verl = VerlProcess(run_dir, on_step)
+            while verl.running():
+                time.sleep(_POLL_SECONDS)
+            return verl.outcome()
+        except BaseException as error:
+            ignore_more()
+            if verl is not None:
+                end_tree(verl.child)
+            if not isinstance(error, KeyboardInterrupt) or verl is None:
+                raise
+            return verl.outcome(stopped=True)
+
+
+@contextmanager
+def stop_requests() -> Iterator[Callable[[], None]]:
+    """SIGINT, SIGTERM and SIGHUP raise KeyboardInterrupt while this is entered; gives a function after which they are
+    ignored: a second Ctrl-C, from somebody who does not want to wait, must not cut the clean end short."""
+    previous = _handle(_as_interrupt, _STOPPING)
+    try:
+        yield lambda: _ignore(previous)
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-    for step in reader.new_steps():
-        steps.append(step)
-        on_step(step)
-    cause: tuple[str, ...] = ()
-    if exit_code < 0:
-        assert child is not None
-        ended_by = signal.Signals(-exit_code)
-        # its log cannot hold the cause: nobody told it
-        cause = (f"verl's driver (pid {child.pid}) was ended by {ended_by.name}",)
-        exit_code = 128 + ended_by
-    elif exit_code not in (0, 130):
-        cause = failure_cause(log)
-    return Outcome(exit_code, time.monotonic() - started, tuple(steps), log, cause)
+
+
+def _ignore(numbers: Iterable[signal.Signals]) -> None:
+    _handle(signal.SIG_IGN, list(numbers))
 
 
 class MetricsReader:
@@ -164,31 +211,40 @@ class MetricsReader:
 
 def end_tree(child: subprocess.Popen) -> None:
     """End a child and all its descendants: SIGINT to the child, then SIGTERM and SIGKILL for what is left."""
+    end_trees([child])
+
+
+def end_trees(children: Sequence[subprocess.Popen]) -> None:
+    """`end_tree` of several at once: they share the time that they are given."""
     import psutil
 
-    try:
-        root = psutil.Process(child.pid)
-    except psutil.NoSuchProcess:
-        return
+    roots = {}
+    for child in children:
+        with suppress(psutil.NoSuchProcess):
+            roots[child.pid] = psutil.Process(child.pid)
     # taken before the signal: a raylet whose driver has gone is nobody's child any more
-    tree = {process.pid: process for process in [root, *root.children(recursive=True)]}
-    child.send_signal(signal.SIGINT)
+    tree: dict[int, psutil.Process] = {}
+
+    def look() -> None:
+        for root in roots.values():
+            with suppress(psutil.NoSuchProcess):
+                tree.update({process.pid: process for process in [root, *root.children(recursive=True)]})
+
+    look()
+    for child in children:
+        child.send_signal(signal.SIGINT)
     deadline = time.monotonic() + _GRACE_SECONDS
-    while child.poll() is None and time.monotonic() < deadline:
-        try:
-            tree.update({process.pid: process for process in root.children(recursive=True)})
-        except psutil.NoSuchProcess:
-            break
+    while any(child.poll() is None for child in children) and time.monotonic() < deadline:
+        look()
         time.sleep(0.2)
     for stop in ("terminate", "kill"):
         alive = [process for process in tree.values() if process.is_running()]
         for process in alive:
-            try:
+            with suppress(psutil.NoSuchProcess):
                 getattr(process, stop)()
-            except psutil.NoSuchProcess:
-                continue
         psutil.wait_procs(alive, timeout=5)
-    child.wait()
+    for child in children:
+        child.wait()
 
 
 def failure_cause(log: Path, max_lines: int = 12) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import shutil
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from typing import Any
 from omegaconf import DictConfig, open_dict
 
 from verl_tim.launch.process import Outcome, Step, exception_names
+from verl_tim.launch.run_folder import State, state_of
 from verl_tim.training.checkpoints import TRACKER
 
 ATTEMPTS = "attempts.jsonl"
@@ -82,7 +84,7 @@ def run_with_restarts(
     seconds, attempt = 0.0, 1
     while True:
         outcome = run_once(config)
-        _record(folder, outcome)
+        record(folder, outcome)
         steps, seconds = joined(steps, outcome.steps), seconds + outcome.seconds
         again = attempt <= limit and is_infrastructure(outcome)
         if not again:
@@ -96,6 +98,18 @@ def run_with_restarts(
         say(f"starting again from {checkpoint_in_words(config)}: restart {attempt} of {limit}")
         attempt += 1
         time.sleep(PAUSE_SECONDS)
+
+
+def again(config: DictConfig) -> DictConfig:
+    """The config for a run whose folder may hold it, not known to have ended well: it goes on from the last checkpoint
+    there; without one what is there is removed, and the run begins anew."""
+    folder = Path(config.tim.run_dir)
+    if state_of(config, resumable=True)[0] not in (State.UNFINISHED, State.FINISHED):
+        return config
+    if (Path(config.trainer.default_local_dir) / TRACKER).exists():
+        return resuming(config)
+    shutil.rmtree(folder)
+    return config
 
 
 def resuming(config: DictConfig) -> DictConfig:
@@ -133,7 +147,8 @@ def _last(steps: Sequence[Step]) -> int:
     return steps[-1].number if steps else 0
 
 
-def _record(folder: Path, outcome: Outcome) -> None:
+def record(folder: Path, outcome: Outcome) -> None:
+    """Adds an attempt to the run folder's list."""
     path = folder / ATTEMPTS
     number = 1 + (path.read_text(encoding="utf-8").count("\n") if path.exists() else 0)
     entry: dict[str, Any] = {

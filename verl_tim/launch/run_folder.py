@@ -16,6 +16,7 @@ from verl_tim.diagnosis.run_folder import (
     RunFolderError,
     describe_run,
     holds_run,
+    is_resumable,
     read_jsonl_metrics,
 )
 from verl_tim.launch.errors import Finding, LaunchError
@@ -70,11 +71,12 @@ class State(Enum):
     OTHER = "other"
 
 
-def state_of(config: DictConfig) -> tuple[State, str]:
+def state_of(config: DictConfig, *, resumable: bool = False) -> tuple[State, str]:
     """The state of `tim.run_dir`, and for OTHER the first key in which the run there differs.
 
     Args:
         config: resolved, without Hydra's node; a run is the same run if its config.yaml says the same.
+        resumable: keys that a resumed run may change (`is_resumable`) are no difference.
     """
     folder = Path(config.tim.run_dir)
     if not folder.is_dir() or not holds_run(folder):
@@ -82,11 +84,22 @@ def state_of(config: DictConfig) -> tuple[State, str]:
     run = RunFolder(folder)
     there, here = flatten(run.config() or {}), flatten(_plain(config))
     for key in [*here, *there]:
-        if here.get(key) != there.get(key):
+        if here.get(key) != there.get(key) and not (resumable and is_resumable(key)):
             return State.OTHER, key
     log = read_jsonl_metrics(folder)
     last = log.steps[-1] if log is not None and log.steps else 0
     return (State.FINISHED if last >= config.trainer.total_training_steps else State.UNFINISHED), ""
+
+
+def check_same(config: DictConfig) -> Iterator[Finding]:
+    """A finding if `tim.run_dir` holds a run with other settings than this one's."""
+    state, differing = state_of(config, resumable=True)
+    if state is State.OTHER:
+        yield Finding(
+            KEY,
+            f"{config.tim.run_dir} holds a run with other settings (first difference: {differing})",
+            f"remove that folder, or give another one: {KEY}=FOLDER",
+        )
 
 
 def _plain(config: DictConfig) -> dict[str, Any]:

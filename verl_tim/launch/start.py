@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from verl_tim.launch import prepare, underscores
+from verl_tim.launch import prepare, run_folder, underscores
 from verl_tim.launch.checks import all_findings, keys, values
 from verl_tim.launch.compose import compose_config, hydra_for, split_recipe
 from verl_tim.launch.errors import Finding, LaunchError
@@ -65,9 +65,13 @@ def ready(overrides: Sequence[str], *, progress: bool = True) -> DictConfig:
 
 
 def ready_of(recipe: Recipe, overrides: Sequence[str]) -> DictConfig:
-    """`ready`, of a recipe that is known already."""
+    """`ready`, for one of several runs: of a recipe that is known already, and the folder may hold the run so far.
+
+    Raises LaunchError, also for a folder with a run of other settings.
+    """
     config = composed_of(recipe, overrides)
-    make_ready(config)
+    make_ready(config, folder_is_free=False)
+    _refuse(run_folder.check_same(config))
     return config
 
 

@@ -23,7 +23,7 @@ from verl_tim.tasks.problems import stream_pool
 from verl_tim.tasks.published.sources import PUBLISHED
 from verl_tim.tasks.sampling import mean_score
 from verl_tim.tasks.tokenizer import build_tokenizer, tokenizer_spec
-from verl_tim.tasks.warmup import WarmupConfig, warm_up
+from verl_tim.tasks.warmup import WarmupConfig, answer_room, warm_up
 from verl_tim.tasks.worked import check_has_worked_solutions
 
 CARD = "model.json"
@@ -33,6 +33,7 @@ FORMAT = 1  # part of the content key: raise it when the same settings shall giv
 # weights a function of the seed on every machine of one kind. One: matrices this small gain little from a second
 # thread, and lose a hundredfold where two threads wait for each other on a busy machine.
 _THREADS = 1
+_CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 def build_base_model(
@@ -44,6 +45,7 @@ def build_base_model(
     difficulty: Mapping[str, Any] | None = None,
     shape: Mapping[str, Any] | None = None,
     warmup: Mapping[str, Any] | None = None,
+    device: str = "cpu",
     cache_dir: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
     progress: bool = True,
@@ -62,6 +64,8 @@ def build_base_model(
         seed: of weights, problems and sampling.
         shape: values over the kind's own (`architectures.SHAPES`).
         warmup: settings over the defaults of `WarmupConfig`.
+        device: `cpu`, `cuda`, or `auto` for a GPU where there is one. Weights of one kind of device are not those of
+            another: each has a content key of its own.
         cache_dir: `tim.cache_dir`; by default ~/.cache/verl_tim.
         overwrite: replace an `out_dir` made from other settings.
         progress: show a progress bar.
@@ -73,7 +77,7 @@ def build_base_model(
             can do).
     """
     row = get_task(task)
-    spec = base_model_spec(kind, task=task, seed=seed, difficulty=difficulty, shape=shape, warmup=warmup)
+    spec = base_model_spec(kind, task=task, seed=seed, difficulty=difficulty, shape=shape, warmup=warmup, device=device)
     config = WarmupConfig(**spec["warmup"])
     folder = Path(out_dir) if out_dir is not None else cached_folder("models", f"{kind}-{row.name}", spec, cache_dir)
     return make_once(
@@ -89,6 +93,7 @@ def base_model_spec(
     difficulty: Mapping[str, Any] | None = None,
     shape: Mapping[str, Any] | None = None,
     warmup: Mapping[str, Any] | None = None,
+    device: str = "cpu",
 ) -> dict[str, Any]:
     """What a model is a function of, checked; makes nothing. Arguments and errors as of `build_base_model`."""
     if task in PUBLISHED:
@@ -100,6 +105,7 @@ def base_model_spec(
     check_has_worked_solutions(row)
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
         raise InputError(f"seed: must be an integer of at least 0, got {seed!r}")
+    made_on = _resolve_device(device)
     return {
         "format": FORMAT,
         "kind": kind,
@@ -110,7 +116,17 @@ def base_model_spec(
         "tokenizer": tokenizer_spec(),
         "seed": seed,
         "versions": {name: version(name) for name in ("reasoning-gym", "tokenizers", "torch", "transformers")},
+        # absent for a CPU, so that what was made there keeps its key
+        **({"device": made_on} if made_on != "cpu" else {}),
     }
+
+
+def _resolve_device(device: str) -> str:
+    if device not in ("auto", "cpu", "cuda"):
+        raise InputError(f"device: unknown device {device!r}; known devices: auto, cpu, cuda")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise InputError("device: this machine has no GPU; set tim.model.device=cpu, or auto")
+    return ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
 
 
 def _resolve_warmup(overrides: Mapping[str, Any] | None) -> WarmupConfig:
@@ -130,23 +146,32 @@ def _build(work: Path, task: Task, spec: Mapping[str, Any], config: WarmupConfig
         pad_token_id=tokenizer.pad_token_id,
         seed=spec["seed"],
     )
+    device = torch.device(spec.get("device", "cpu"))
+    # made on the CPU whatever the device: the weights before the warm-up are the same
+    torch.nn.Module.to(model, device)
+    if device.type == "cuda" and spec["kind"] == "qwen3_moe":
+        # one plain product per expert; the grouped one is made for bf16, and this phase is fp32
+        model.set_experts_implementation("eager")
     difficulty, seed = spec["difficulty"], spec["seed"]
-    with _threads(_THREADS):
+    with _threads(_THREADS), _repeatable(device):
         history = warm_up(model, tokenizer, task, difficulty, config, seed=seed, progress=progress)
         # problems that no decision of the warm-up was based on
         train, validation = (
             list(islice(stream_pool(task, difficulty, seed + 2, pool), config.measured_problems))
             for pool in ("train", "validation")
         )
+        room = answer_room(tokenizer, task, [*train, *validation])
         before_rl = {
-            f"{pool}_{name}_score": mean_score(model, tokenizer, task, problems, temperature=temperature, seed=seed)
+            f"{pool}_{name}_score": mean_score(
+                model, tokenizer, task, problems, temperature=temperature, seed=seed, max_tokens=room
+            )
             for pool, problems in (("train", train), ("validation", validation))
             for name, temperature in (("sampled", 1.0), ("greedy", 0.0))
         }
-        before_rl |= logit_statistics(model, tokenizer, train, seed=seed)
+        before_rl |= logit_statistics(model, tokenizer, train, seed=seed, max_tokens=room)
         router = router_statistics(model, tokenizer, train)
     with _quiet_transformers():
-        model.save_pretrained(work)
+        model.cpu().save_pretrained(work)
         tokenizer.save_pretrained(work)
     return {
         "parameters": model.num_parameters(),
@@ -164,6 +189,33 @@ def _threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+@contextmanager
+def _repeatable(device: torch.device) -> Iterator[None]:
+    """On a GPU the kernels whose sums have one order, so that the seed decides the weights there, too.
+
+    An operation without such a kernel is warned of by PyTorch. Nothing changes for a CPU.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    workspace = os.environ.get(_CUBLAS_WORKSPACE)
+    os.environ.setdefault(_CUBLAS_WORKSPACE, ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        # the other backends' backward adds in the order in which blocks finish
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        # a run that is started afterwards inherits the environment, and shall compute as it would alone
+        if workspace is None:
+            del os.environ[_CUBLAS_WORKSPACE]
+        torch.cuda.empty_cache()
 
 
 @contextmanager

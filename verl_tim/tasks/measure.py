@@ -10,21 +10,26 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from verl_tim.tasks.problems import Problem
-from verl_tim.tasks.sampling import generate_answers, prompt_ids
+from verl_tim.tasks.sampling import MAX_ANSWER_TOKENS, generate_answers, prompt_ids
 
 
 @torch.no_grad()
 def logit_statistics(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem], *, seed: int
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    problems: Sequence[Problem],
+    *,
+    seed: int,
+    max_tokens: int = MAX_ANSWER_TOKENS,
 ) -> dict[str, float]:
     """Over the tokens of one answer per problem sampled at temperature 1: mean probability of the most likely token,
     and mean and standard deviation of the log-probability of the sampled one (nats)."""
     questions = [problem.question for problem in problems]
-    answers = generate_answers(model, tokenizer, questions, temperature=1.0, seed=seed)
+    answers = generate_answers(model, tokenizer, questions, temperature=1.0, seed=seed, max_tokens=max_tokens)
     prompts = prompt_ids(tokenizer, questions)
     rows = [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)]
     # padding on the right is never seen under causal attention
-    batch = tokenizer.pad({"input_ids": rows}, padding_side="right", return_tensors="pt")
+    batch = tokenizer.pad({"input_ids": rows}, padding_side="right", return_tensors="pt").to(model.device)
     scorer = copy.deepcopy(model).bfloat16().eval()
     log_probs_BTV = scorer(**batch, use_cache=False).logits[:, :-1].float().log_softmax(-1)
     target_BT = batch["input_ids"][:, 1:]
@@ -52,7 +57,7 @@ def router_statistics(
         return None
     batch = tokenizer.pad(
         {"input_ids": prompt_ids(tokenizer, [problem.question for problem in problems])}, return_tensors="pt"
-    )
+    ).to(model.device)
     output = model.model(**batch, output_router_logits=True, use_cache=False)
     kept_T = batch["attention_mask"].flatten().bool()
     shares = []

@@ -32,7 +32,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 
 from verl_tim.tasks.catalog import Task
 from verl_tim.tasks.problems import Problem, stream_pool
-from verl_tim.tasks.sampling import mean_score, prompt_ids
+from verl_tim.tasks.sampling import MAX_ANSWER_TOKENS, mean_score, prompt_ids
 from verl_tim.tasks.worked import worked_solution
 
 
@@ -76,6 +76,7 @@ class WarmupConfig:
 
 _WARMUP_STEPS = 30
 _LEAST_LR_SHARE = 0.05
+_SPARE_TOKENS = 8
 
 
 def warm_up(
@@ -90,7 +91,8 @@ def warm_up(
 ) -> dict[str, Any]:
     """Train `model` in place; returns what was measured on the way.
 
-    A function of its arguments on one kind of machine and number of threads: nothing depends on time.
+    On the model's device. A function of its arguments on one kind of machine and number of threads: nothing depends on
+    time.
 
     Raises:
         RuntimeError: the model did not learn to work the problems out, or the final score missed its window.
@@ -118,6 +120,7 @@ class _Warmup:
         self.model, self.tokenizer, self.task, self.config, self.seed = model, tokenizer, task, config, seed
         self.problems: Iterator[Problem] = stream_pool(task, difficulty, seed, "train")
         self.probe = list(islice(stream_pool(task, difficulty, seed + 1, "train"), config.measured_problems))
+        self.answer_tokens = answer_room(tokenizer, task, self.probe)
         self.random = random.Random(seed)
         self.bar = tqdm(
             desc=f"warm up on {task.name}",
@@ -168,7 +171,14 @@ class _Warmup:
         return {"steps": config.habit_steps, "finished_share": config.finished_share, "sampled_score": score}
 
     def _score(self, stage: str, problems: int) -> float:
-        score = mean_score(self.model, self.tokenizer, self.task, self.probe[:problems], seed=self.seed)
+        score = mean_score(
+            self.model,
+            self.tokenizer,
+            self.task,
+            self.probe[:problems],
+            seed=self.seed,
+            max_tokens=self.answer_tokens,
+        )
         self.bar.set_postfix(stage=stage, score=f"{score:.2f}")
         return score
 
@@ -195,9 +205,12 @@ class _Warmup:
         # values, gradients included, are shared by all rows.
         shared = _common_prefix_length(prompts)
         cache = DynamicCache(config=self.model.config)
-        body = self.model.model
+        body, device = self.model.model, self.model.device
         prefix = body(
-            input_ids=torch.tensor([prompts[0][:shared]]), past_key_values=cache, use_cache=True, **self._router_flag()
+            input_ids=torch.tensor([prompts[0][:shared]], device=device),
+            past_key_values=cache,
+            use_cache=True,
+            **self._router_flag(),
         )
         cache.batch_repeat_interleave(len(problems))
         rows = [prompt[shared:] + solution for prompt, solution in zip(prompts, solutions, strict=True)]
@@ -207,6 +220,7 @@ class _Warmup:
         for index, (row, solution) in enumerate(zip(rows, solutions, strict=True)):
             input_BT[index, : len(row) - 1] = torch.tensor(row[:-1])
             target_BT[index, len(row) - 1 - len(solution) : len(row) - 1] = torch.tensor(solution)
+        input_BT, target_BT = input_BT.to(device), target_BT.to(device)
         # causal attention, padding on the right: no row sees padding, so no mask is needed
         output = body(input_ids=input_BT, past_key_values=cache, use_cache=True, **self._router_flag())
         taught_BT = target_BT != -100
@@ -232,6 +246,12 @@ class _Warmup:
         )
         balance = load_balancing_loss_func(cast(Any, router_logits), config.num_experts, config.num_experts_per_tok)
         return self.config.router_loss * balance
+
+
+def answer_room(tokenizer: PreTrainedTokenizerBase, task: Task, problems: Sequence[Problem]) -> int:
+    """Tokens that an answer is given: the longest worked solution and a few more, at least `MAX_ANSWER_TOKENS`."""
+    longest = max(len(tokenizer.encode("\n".join(worked_solution(task, problem)))) for problem in problems)
+    return max(MAX_ANSWER_TOKENS, longest + _SPARE_TOKENS)
 
 
 def _is_moe(model: PreTrainedModel) -> bool:

@@ -14,9 +14,9 @@ from verl_tim.launch import cluster
 from verl_tim.launch.errors import Finding
 from verl_tim.launch.recipes import CONFIGS_PACKAGE, closest
 
-# Arguments of the task's generator: the task knows them, and says so when data are made. And what only the user's
-# cluster knows.
-_FREE = ("tim.task.difficulty", "tim.model.difficulty", *cluster.FREE)
+# Arguments of the task's generator and of the model's maker, which know them, and say so when they are made. And what
+# only the user's cluster knows.
+_FREE = ("tim.task.difficulty", *(f"tim.model.{name}" for name in ("difficulty", "shape", "warmup")), *cluster.FREE)
 
 # verl's own YAML leaves this one unset and never reads it while reward.reward_model.enable is false.
 _UNSET_BY_VERL = ("reward.reward_model.rollout.name",)

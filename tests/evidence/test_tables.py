@@ -1,0 +1,160 @@
+"""The tables say what stands in the runs."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from tests.diagnosis.fake_dumps import normal, one_sign, write_dumps
+from tests.evidence.conftest import write_matrix
+from verl_tim.diagnosis.dumped import Dumped
+from verl_tim.diagnosis.halves import part_of
+from verl_tim.evidence.names import VARIANTS, RunName
+from verl_tim.evidence.runs import Evidence
+from verl_tim.evidence.tables import Table, effect_of, first_to_leave, forecasts, place, speeds, tail, thresholds
+
+
+@pytest.fixture(scope="module")
+def evidence(runs):
+    return Evidence.read(runs)
+
+
+def rows(table: Table, variant: str) -> dict[str, str]:
+    (row,) = (row for row in table.rows if row[1] == variant)
+    return dict(zip(table.columns, row, strict=True))
+
+
+def test_runs_are_grouped_by_name(evidence):
+    (pair,) = evidence.pairs
+    assert pair.name == "dense-grpo"
+    assert pair.variants == list(VARIANTS)
+    assert all(len(group.logs) == 2 for group in pair.comparison.groups)
+    assert pair.comparison.baseline is pair.group("vexact")
+    assert len(evidence.finished) == 10
+
+
+def test_a_name_is_its_place():
+    name = RunName("moe", "reinforce", "vllm_tis", 3)
+    assert RunName.parse(str(name)) == name
+    assert RunName.parse("dense-grpo-vexact") is None
+    assert RunName.parse("compare") is None
+
+
+def test_signals_leave_an_exact_band_at_once_and_the_reward_stays(evidence):
+    found = rows(first_to_leave(evidence), "vllm_recompute")
+    assert found["contribution skew"].startswith("1 (")
+    assert found["reward"] == "stays"
+    assert not any(row[1] == "vexact" for row in first_to_leave(evidence).rows)
+
+
+def test_shares_are_of_all_tokens(evidence):
+    exact, vllm = rows(tail(evidence), "vexact"), rows(tail(evidence), "vllm_recompute")
+    assert (exact["|d| > 0.01"], exact["largest"], exact["top-1 flips"]) == ("0 %", "0", "0 %")
+    assert (vllm["|d| > 0.01"], vllm["> 0.1"], vllm["> 1"]) == ("4.0 %", "0.2 %", "0 %")
+    assert vllm["router flips"] == "–"
+    assert any("vLLM does not hand out" in note for note in tail(evidence).notes)
+
+
+def test_a_step_counts_by_its_tokens(tmp_path):
+    import json
+
+    root = write_matrix(tmp_path, variants=["vexact", "vllm_recompute"], seeds=[1], steps=4)
+    path = root / "dense-grpo-vllm_recompute-data.seed=1" / "metrics.jsonl"
+    lines = []
+    for step, (share, tokens) in enumerate([(0.1, 100), (0.4, 300)], 1):
+        lines.append({"step": step, "data": {"tim/delta_gt_0.01": share, "tim/valid_tokens": tokens}})
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = rows(tail(Evidence.read(root)), "vllm_recompute")
+    assert (found["tokens"], found["|d| > 0.01"]) == ("400", "32.5 %")
+
+
+def test_lengths_come_from_the_dumps(evidence):
+    found = place(evidence)
+    assert {row[1] for row in found.rows} == {"vllm_recompute", "vllm_tis", "vllm_invariant"}
+    assert any("vllm_bypass" in note for note in found.notes), "its trainer scored nothing"
+    tokens = sum(int(row[3].replace(",", "")) for row in found.rows if row[1] == "vllm_tis")
+    folder = evidence.pairs[0].dumped("vllm_tis")
+    assert tokens == len(Dumped.read(folder).tokens)
+
+
+@pytest.fixture(scope="module")
+def skewed(tmp_path_factory):
+    dumped = Dumped.read(write_dumps(tmp_path_factory.mktemp("dumps"), one_sign(1.0, 0.1), steps=2))
+    return part_of(dumped, np.ones(dumped.sequences, bool))
+
+
+def test_without_a_correction_the_skew_is_that_of_the_metrics(skewed):
+    found = effect_of("none", skewed)
+    assert (found.tokens, found.sequences, found.cut, found.effective) == (0, 0, None, 1)
+    assert found.skew == pytest.approx(skewed.skew(skewed.mask), rel=1e-6)
+    # e - 1 on a tenth of the sequences with negative advantage
+    assert found.skew == pytest.approx(0.1 * (math.e - 1), rel=0.5)
+
+
+def test_weights_leave_what_the_cap_cuts(skewed):
+    found = effect_of("token_tis", skewed)
+    hit = skewed.mask & (skewed.old - skewed.rollout > math.log(2))
+    assert found.cut == pytest.approx(float(hit.sum() / skewed.mask.sum()))
+    left = effect_of("none", skewed).skew * (math.e - 2) / (math.e - 1)
+    assert found.skew == pytest.approx(left, rel=0.05)
+    assert found.effective < 1
+
+
+def test_rejection_takes_the_sequences_and_their_skew(skewed):
+    found = effect_of("seq_reject_corr_k3", skewed)
+    hit = ((skewed.old - skewed.rollout) > 0.5).any(dim=-1) & skewed.mask.any(dim=-1)
+    assert found.sequences == pytest.approx(float(hit.double().mean()))
+    assert abs(found.skew) < 0.01 * abs(effect_of("none", skewed).skew)
+    assert effect_of("paper_tis_seq_k3", skewed).sequences == found.sequences
+
+
+def test_small_noise_leaves_rounding_alone(tmp_path):
+    dumped = Dumped.read(write_dumps(tmp_path, normal(0.01), steps=2))
+    half = part_of(dumped, np.ones(dumped.sequences, bool))
+    assert abs(effect_of("token_tis", half).skew) < 1e-7
+    assert effect_of("token_tis", half).cut == 0
+    assert torch.isfinite(half.old).all()
+
+
+def test_calibrate_is_asked_for_thresholds(evidence):
+    found = thresholds(evidence)
+    assert found.rows[0][1] == "no rejection"
+    assert 1 < len(found.rows) <= 4
+    assert any("half that had no part in the choice" in note for note in found.notes)
+
+
+def test_times_are_of_runs_that_were_alone_where_there_are_such(evidence, runs, tmp_path):
+    shared = speeds(evidence)
+    assert any("--alone" in note for note in shared.notes)
+    assert float(rows(shared, "vexact")["step, s"]) > float(rows(shared, "vllm_recompute")["step, s"])
+    alone = write_matrix(tmp_path, variants=["vexact"], seeds=[1], steps=6)
+    found = speeds(Evidence.read(runs, alone))
+    assert [row[1] for row in found.rows] == ["vexact"]
+    assert any("alone on the machine" in note for note in found.notes)
+
+
+def test_forecast_of_runs_that_do_not_part(evidence):
+    found = rows(forecasts(evidence), "vllm_recompute")
+    assert found["parted"] == "no"
+    assert "not before" in found["by the skew"]
+    assert found["or with a skew of"].endswith("×")
+
+
+def test_forecast_of_a_larger_skew_is_earlier(tmp_path):
+    root = write_matrix(tmp_path, skew={"vllm_recompute": 0.001, "vllm_bypass": 0.01}, variants=VARIANTS[:3], steps=30)
+    table = forecasts(Evidence.read(root))
+    near, far = (rows(table, name)["by the skew"].split(" ")[0] for name in ("vllm_bypass", "vllm_recompute"))
+    assert int(far.replace(",", "")) == pytest.approx(10 * int(near.replace(",", "")), rel=0.02)
+
+
+def test_without_an_exact_run_there_is_no_band(tmp_path):
+    evidence = Evidence.read(write_matrix(tmp_path, variants=["vllm_recompute"], seeds=[1], steps=5))
+    assert first_to_leave(evidence).rows == []
+    assert "no exact run" in first_to_leave(evidence).markdown()
+    assert forecasts(evidence).rows == []
+
+
+def test_markdown_keeps_bars_inside_cells():
+    assert Table(("|d|", "b"), [("1", "2")], ["note"]).markdown() == "| \\|d\\| | b |\n| --- | --- |\n| 1 | 2 |\n\nnote"
+    assert Table(("a",), [], ["nothing"]).markdown() == "nothing"

@@ -1,0 +1,148 @@
+"""`verl-tim evidence`: the runs behind docs/evidence.md as archives, figures and the page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from verl_tim.commands.output import bad_input, print_json, stderr, stdout
+
+if TYPE_CHECKING:
+    from verl_tim.evidence.runs import Evidence
+
+NAME = "evidence"
+HELP = (
+    "What the runs of +matrix=evidence show: pack them into small archives, unpack them, draw a figure, write "
+    "docs/evidence.md."
+)
+
+app = typer.Typer(no_args_is_help=True)
+
+_RUNS = typer.Argument(metavar="[RUNS]", help="Folder of the runs: tim.run_dir of +matrix=evidence.")
+_ALONE = typer.Option(help="Runs of the same names that had the GPU to themselves: times are taken from them.")
+
+
+@app.command("pack")
+def pack_command(
+    runs: Annotated[Path, typer.Argument(metavar="RUNS", help="Folder of the runs.")],
+    out: Annotated[Path, typer.Option(help="Folder for evidence-1.tar.xz, ...")] = Path("archives"),
+    mib: Annotated[float, typer.Option(min=0.01, help="Size of one archive, at most.")] = 15.0,
+    files: Annotated[int, typer.Option(min=1, help="Archives, at most.")] = 6,
+    used: Annotated[bool, typer.Option("--used", help="Of the metrics, only those that figures read.")] = False,
+    dump_steps: Annotated[int, typer.Option(min=0, help="Steps of each run's token dumps, at most.")] = 8,
+    only: Annotated[list[str] | None, typer.Option(help="Runs by name, with * and ?; may be repeated.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Write run folders (config, manifest, metrics, some token dumps) into small archives; fewer dumps where there is
+    no room."""
+    from fnmatch import fnmatchcase
+
+    from verl_tim.evidence.archive import MIB, pack
+    from verl_tim.evidence.runs import found_in
+
+    with bad_input(), _evidence_errors():
+        names = None
+        if only:
+            names = [name for name in found_in(runs) if any(fnmatchcase(str(name), pattern) for pattern in only)]
+        packed = pack(runs, out, mib=mib, files=files, used_only=used, dump_steps=dump_steps, names=names)
+    sizes = {str(path): path.stat().st_size for path in packed.files}
+    if as_json:
+        print_json({"files": sizes, "runs": list(packed.runs), "dump_steps": dict(packed.dump_steps)})
+        return
+    for path, size in sizes.items():
+        stdout().print(f"{path}  {size / MIB:.2f} MiB", soft_wrap=True)
+    fewest = min(packed.dump_steps.values())
+    stdout().print(f"{len(packed.runs)} runs, token dumps of {fewest} or more steps each")
+
+
+@app.command("unpack")
+def unpack_command(
+    archives: Annotated[list[Path], typer.Argument(metavar="ARCHIVE...", help="From pack.")],
+    out: Annotated[Path, typer.Option(help="Folder for the run folders.")] = Path("runs/evidence"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Make run folders of archives. A run that is there already with as many steps stays as it is."""
+    from verl_tim.evidence.archive import unpack
+
+    with bad_input(), _evidence_errors():
+        written = unpack(archives, out)
+    if as_json:
+        print_json({"folder": str(out), "runs": written})
+    else:
+        stdout().print(f"{len(written)} runs written to {out}", soft_wrap=True)
+
+
+@app.command("figure")
+def figure_command(
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME",
+            help="curves, position (pictures); first, tail, length, rejected, rejected_in_training, thresholds, speed, "
+            "forecast (tables).",
+        ),
+    ],
+    runs: Annotated[Path, _RUNS] = Path("runs/evidence"),
+    alone: Annotated[Path | None, _ALONE] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the picture or table.")] = Path("."),
+    as_json: Annotated[bool, typer.Option("--json", help="Print a table as JSON.")] = False,
+) -> None:
+    """Draw one picture (a PNG per model and algorithm) or write one table (Markdown)."""
+    from dataclasses import asdict
+
+    from verl_tim.evidence.parts import write_part
+    from verl_tim.evidence.tables import TABLES
+
+    with bad_input(), _evidence_errors():
+        evidence = _read(runs, alone)
+        paths = write_part(name, evidence, out)
+    if as_json:
+        print_json(asdict(TABLES[name](evidence)) if name in TABLES else [str(path) for path in paths])
+    elif name in TABLES:
+        stdout().print(paths[0].read_text(encoding="utf-8"), markup=False, soft_wrap=True)
+    for path in paths:
+        stderr().print(f"written: {path.absolute()}", soft_wrap=True)
+
+
+@app.command("page")
+def page_command(
+    runs: Annotated[
+        Path | None,
+        typer.Argument(metavar="[RUNS]", help="Folder of the runs; without it the page says what is asked."),
+    ] = None,
+    alone: Annotated[Path | None, _ALONE] = None,
+    out: Annotated[Path, typer.Option(help="Folder for evidence.md and evidence/.")] = Path("docs"),
+) -> None:
+    """Write docs/evidence.md and its pictures."""
+    from verl_tim.evidence.page import write_page
+    from verl_tim.evidence.runs import Evidence
+
+    with bad_input(), _evidence_errors():
+        evidence = Evidence.read(None, None) if runs is None else _read(runs, alone)
+        paths = write_page(evidence, out)
+    for path in paths:
+        stdout().print(str(path), soft_wrap=True)
+
+
+def _read(runs: Path, alone: Path | None) -> Evidence:
+    from verl_tim.evidence.runs import Evidence
+
+    return Evidence.read(runs, alone)
+
+
+@contextmanager
+def _evidence_errors() -> Iterator[None]:
+    from verl_tim.diagnosis.manifest import ManifestError
+    from verl_tim.diagnosis.metric_log import RunFolderError
+    from verl_tim.diagnosis.token_dump import TokenDumpError
+    from verl_tim.evidence.runs import EvidenceError
+    from verl_tim.launch.errors import LaunchError
+
+    try:
+        yield
+    except (EvidenceError, RunFolderError, ManifestError, TokenDumpError) as error:
+        raise LaunchError.of("evidence", str(error), "see recipes/evidence/README.md") from error

@@ -1,0 +1,223 @@
+"""Where curves do not part: after how many steps one would expect it, from what was measured.
+
+Two estimates, of different make:
+
+- **From the reward.** The difference to the zero-mismatch baseline as a straight line over the steps (least squares on
+  means of blocks, so that neighbouring steps count once). It leaves the baseline's seed band, of half-width h, where
+  the line reaches h. It assumes that what the reward does goes on as it did.
+- **From the skew.** The contribution skew s is the part of the loss's pull that comes from the mismatch and not from
+  the advantage; P, the mean |A| over tokens of positive advantage plus that over tokens of negative advantage, is the
+  whole pull. If that part, rho = |s| / P, moves the policy as fast as its share of the pull, always in one direction,
+  and all of it costs reward, then after n steps the reward is off by rho * v * n, with v the fastest gain per step that
+  the baseline shows: n = h / (rho * v). Each of the three is the worst case, so this is the earliest step of a *linear*
+  drift. What it leaves out can make it earlier: a policy that has drifted mismatches more (the paper's runs collapse
+  so), and it is one number for all tokens.
+
+A mean that is within two standard errors of 0 gives no expected step, only an earliest one, from its upper end.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+from verl_tim.diagnosis.curves import REWARD
+from verl_tim.diagnosis.early_warning import BandRule, band_of
+from verl_tim.diagnosis.groups import Group
+
+SKEW = ("tim/contribution_skew",)
+BLOCKS = 10
+ERRORS = 2.0
+# Steps of the window in which the baseline's gain per step is taken, and of which the band's half-width is the mean.
+WINDOW = 21
+
+
+class DriftError(ValueError):
+    """The runs do not allow an estimate; the message says why."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A mean or a slope with its standard error."""
+
+    value: float
+    error: float
+
+    @property
+    def seen(self) -> bool:
+        """Whether it is told from 0."""
+        return abs(self.value) > ERRORS * self.error
+
+    @property
+    def most(self) -> float:
+        """The upper end of its size."""
+        return abs(self.value) + ERRORS * self.error
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """When the reward would leave the baseline's seed band.
+
+    Attributes:
+        steps: of the runs.
+        band: half-width of the band over the last steps, in units of the reward.
+        gap: difference of the two rewards over the last block (run - baseline).
+        slope: of that difference, per step.
+        skew: mean contribution skew; pull: P above; speed: v above, per step.
+        by_reward, by_skew: expected step; None where slope or skew is not told from 0.
+        earliest_by_reward, earliest_by_skew: from the upper ends; infinite where that is 0.
+    """
+
+    run: str
+    baseline: str
+    steps: int
+    band: float
+    gap: float
+    slope: Measured
+    skew: Measured
+    pull: float
+    speed: float
+    by_reward: float | None
+    earliest_by_reward: float
+    by_skew: float | None
+    earliest_by_skew: float
+
+    @property
+    def parted(self) -> bool:
+        """Whether the difference is beyond the band at the end of the runs."""
+        return abs(self.gap) > self.band
+
+    @property
+    def share(self) -> Measured:
+        """rho: of the pull, what the mismatch makes."""
+        return Measured(abs(self.skew.value) / self.pull, self.skew.error / self.pull)
+
+    @property
+    def factor(self) -> float:
+        """How many times larger the skew, or longer the run, would have to be for the skew's own estimate to fall on
+        the last step; of its upper end."""
+        return self.earliest_by_skew / self.steps
+
+    def response_length(self, mean_length: float) -> float:
+        """Tokens per response at which these runs would part by their last step, if the lean adds up along a response:
+        d of one sign on every token makes a sequence's log-ratio grow with its length.
+
+        Args:
+            mean_length: of the measured runs, tokens.
+        """
+        return mean_length * max(1.0, self.factor)
+
+
+def forecast(group: Group, baseline: Group, *, pull: float, rule: BandRule | None = None) -> Forecast:
+    """Estimate when the reward of `group` leaves the band of `baseline`.
+
+    Args:
+        pull: P, from `pull_of` or, of advantages whitened to a spread of 1, about 1.6 (normal ones: 2 * 0.8).
+        rule: of the band.
+
+    Raises:
+        DriftError: fewer than 2 * BLOCKS common steps, no reward or skew logged, or a baseline of one run: its band
+            knows nothing of other seeds.
+    """
+    rule = rule or BandRule()
+    if len(baseline.logs) < 2:
+        raise DriftError(f"{baseline.name}: one run has no seed band; run at least two seeds")
+    if not pull > 0:
+        raise DriftError(f"pull is {pull}: give the mean |advantage| over both signs, above 0")
+    reward = _common(group, baseline)
+    if len(reward) < 2 * BLOCKS:
+        raise DriftError(
+            f"{group.name}: {len(reward)} steps in common with {baseline.name}, at least {2 * BLOCKS} needed"
+        )
+    skew = mean_of(group.frame(SKEW), group.name)
+    band = band_of(baseline, REWARD, rule)
+    half_width = float(((band.high - band.low) / 2).tail(WINDOW).mean())
+    difference = reward["run"] - reward["baseline"]
+    slope = slope_of(difference)
+    gap = float(np.array_split(difference.to_numpy(), BLOCKS)[-1].mean())
+    last = int(reward.index[-1])
+    speed = fastest_gain(reward["baseline"])
+    left = max(half_width - abs(gap), 0.0)
+
+    def after(rate: float) -> float:
+        return last + left / rate if rate > 0 else (math.inf if left else float(last))
+
+    def from_start(size: float) -> float:
+        rate = size / pull * speed
+        return half_width / rate if rate > 0 else math.inf
+
+    # a line that runs back to the baseline never leaves on this side
+    leaving = slope.seen and (slope.value * gap > 0 or abs(gap) < half_width)
+    return Forecast(
+        run=group.name,
+        baseline=baseline.name,
+        steps=last,
+        band=half_width,
+        gap=gap,
+        slope=slope,
+        skew=skew,
+        pull=pull,
+        speed=speed,
+        by_reward=after(abs(slope.value)) if leaving else None,
+        earliest_by_reward=after(slope.most),
+        by_skew=from_start(abs(skew.value)) if skew.seen else None,
+        earliest_by_skew=from_start(skew.most),
+    )
+
+
+def mean_of(frame: pd.DataFrame, name: str) -> Measured:
+    """Mean over steps and seeds; its error from means of blocks of steps of each seed.
+
+    Raises:
+        DriftError: a seed with fewer values than blocks.
+    """
+    blocks: list[float] = []
+    for column in frame:
+        values = frame[column].dropna().to_numpy()
+        if len(values) < BLOCKS:
+            raise DriftError(f"{name}: {len(values)} logged values of {SKEW[0]}, at least {BLOCKS} needed")
+        blocks += [float(part.mean()) for part in np.array_split(values, BLOCKS)]
+    if not blocks:
+        raise DriftError(f"{name} logged no {SKEW[0]}")
+    return Measured(float(np.mean(blocks)), float(np.std(blocks, ddof=1)) / math.sqrt(len(blocks)))
+
+
+def slope_of(series: pd.Series) -> Measured:
+    """Slope per step of a series over steps, by least squares on means of blocks."""
+    x = np.array([part.mean() for part in np.array_split(series.index.to_numpy(dtype=float), BLOCKS)])
+    y = np.array([part.mean() for part in np.array_split(series.to_numpy(), BLOCKS)])
+    spread = float(((x - x.mean()) ** 2).sum())
+    slope = float(((x - x.mean()) * (y - y.mean())).sum()) / spread
+    rest = y - y.mean() - slope * (x - x.mean())
+    return Measured(slope, math.sqrt(float((rest**2).sum()) / (BLOCKS - 2) / spread))
+
+
+def fastest_gain(reward: pd.Series) -> float:
+    """The largest gain per step of the reward, smoothed over `WINDOW` steps, across as many; 0 where it never gains."""
+    smooth = reward.rolling(WINDOW, center=True, min_periods=1).mean()
+    span = min(WINDOW, len(smooth) - 1)
+    gains = (smooth.to_numpy()[span:] - smooth.to_numpy()[:-span]) / (
+        smooth.index.to_numpy(dtype=float)[span:] - smooth.index.to_numpy(dtype=float)[:-span]
+    )
+    return max(float(gains.max()), 0.0)
+
+
+def pull_of(advantage_N: np.ndarray) -> float:
+    """P of the finite advantages of tokens (N,).
+
+    Raises:
+        DriftError: a sign is missing.
+    """
+    finite_N = advantage_N[np.isfinite(advantage_N)]
+    signs = finite_N[finite_N > 0], -finite_N[finite_N < 0]
+    if not all(part.size for part in signs):
+        raise DriftError("advantages of one sign only: there is no skew between signs")
+    return float(sum(part.mean() for part in signs))
+
+
+def _common(group: Group, baseline: Group) -> pd.DataFrame:
+    both = {"run": group.frame(REWARD).mean(axis=1), "baseline": baseline.frame(REWARD).mean(axis=1)}
+    return pd.DataFrame(both).dropna()

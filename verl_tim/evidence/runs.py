@@ -1,0 +1,128 @@
+"""The run folders of the evidence, read: a comparison for each model and algorithm."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from verl_tim.diagnosis.compare import Comparison, Options, compare
+from verl_tim.diagnosis.groups import Group
+from verl_tim.diagnosis.metric_log import RunFolderError
+from verl_tim.diagnosis.token_dump import dumped_steps
+from verl_tim.evidence.names import BASELINE, PLANNED, VARIANTS, RunName
+
+
+class EvidenceError(ValueError):
+    """Folders or archives that cannot be used as asked; the message says what to change."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The runs of one model under one algorithm."""
+
+    name: str
+    comparison: Comparison
+    folders: dict[RunName, Path]
+
+    def group(self, variant: str) -> Group | None:
+        """All seeds of a variant; None where none ran."""
+        return next((group for group in self.comparison.groups if group.name == variant), None)
+
+    @property
+    def variants(self) -> list[str]:
+        """Those that ran, in the order of the page."""
+        return [group.name for group in self.comparison.groups]
+
+    def dumped(self, variant: str) -> Path | None:
+        """The folder of its lowest seed that has token dumps."""
+        for name, folder in sorted(self.folders.items(), key=lambda item: item[0].seed):
+            if name.variant == variant and dumped_steps(folder):
+                return folder
+        return None
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """All of it.
+
+    Attributes:
+        folder: that was read; None: nothing was measured yet.
+        folders: run -> its folder, those that logged something.
+        alone: runs of the same names, each alone on its GPU, for times; empty: none.
+    """
+
+    folder: Path | None
+    folders: dict[RunName, Path]
+    alone: dict[RunName, Path]
+
+    @classmethod
+    def read(cls, folder: Path | None, alone: Path | None = None) -> Evidence:
+        """Find the runs; a folder is read when something asks for it.
+
+        Raises:
+            EvidenceError: a folder without a run of the matrix.
+        """
+        return cls(folder, {} if folder is None else found_in(folder), {} if alone is None else found_in(alone))
+
+    @cached_property
+    def pairs(self) -> list[Pair]:
+        """By model and algorithm, those with at least one run."""
+        return _pairs(self.folders)
+
+    @cached_property
+    def alone_pairs(self) -> list[Pair]:
+        return _pairs(self.alone)
+
+    @property
+    def finished(self) -> list[RunName]:
+        """Of the planned runs, those that logged their last step."""
+        found = []
+        for pair in self.pairs:
+            for (name, _), run in zip(pair.folders.items(), pair.comparison.runs, strict=True):
+                total = ((run.config or {}).get("trainer") or {}).get("total_training_steps")
+                if name in PLANNED and total is not None and run.steps >= int(total):
+                    found.append(name)
+        return found
+
+
+METRIC_FILES = "metrics*.jsonl"
+
+
+def metric_files(folder: Path) -> list[Path]:
+    """The metrics of a run, those of earlier attempts included; empty where it logged nothing."""
+    return sorted(folder.glob(METRIC_FILES)) if folder.is_dir() else []
+
+
+def found_in(folder: Path) -> dict[RunName, Path]:
+    """Run -> folder, of a matrix's folder, in the order of the page.
+
+    Raises:
+        EvidenceError: there is none.
+    """
+    if not folder.is_dir():
+        raise EvidenceError(f"{folder} is no folder: give what tim.run_dir of +matrix=evidence named (runs/evidence)")
+    named = {RunName.parse(path.name): path for path in sorted(folder.iterdir()) if metric_files(path)}
+    found = {name: path for name, path in named.items() if name is not None}
+    if not found:
+        raise EvidenceError(
+            f"{folder} holds no run of +matrix=evidence ({PLANNED[0]}, ...) that logged anything: "
+            "unpack the archives first, or run verl-tim train recipe=evidence_grpo +matrix=evidence"
+        )
+    order = {variant: place for place, variant in enumerate(VARIANTS)}
+    return dict(sorted(found.items(), key=lambda item: (item[0].pair, order.get(item[0].variant, 99), item[0].seed)))
+
+
+def _pairs(folders: dict[RunName, Path]) -> list[Pair]:
+    pairs = []
+    for pair in dict.fromkeys(name.pair for name in folders):
+        mine = {name: path for name, path in folders.items() if name.pair == pair}
+        rules = tuple(f"{variant}={pair}-{variant}-*" for variant in dict.fromkeys(name.variant for name in mine))
+        has_baseline = any(name.variant == BASELINE for name in mine)
+        options = Options(groups=rules, baseline=BASELINE if has_baseline else None)
+        try:
+            comparison = compare(list(mine.values()), [str(name) for name in mine], options)
+        except RunFolderError as error:
+            raise EvidenceError(str(error)) from error
+        pairs.append(Pair(pair, comparison, mine))
+    return pairs
