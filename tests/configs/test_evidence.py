@@ -19,7 +19,7 @@ from verl_tim.models import config_from_hf
 from verl_tim.tasks.architectures import config_of, resolve_shape
 from verl_tim.tasks.base_model import base_model_spec
 from verl_tim.training import accelerator
-from verl_tim.training.preflight import Cluster, findings
+from verl_tim.training.start_checks import Cluster, findings
 
 CORRECTIONS = {
     "vexact": "none",
