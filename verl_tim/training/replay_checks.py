@@ -21,6 +21,7 @@ from verl_tim.training.replay_config import (
     Mode,
     asks_for_replay,
     mode_of_run,
+    unread,
 )
 
 _OFF = "set routing_replay=off"
@@ -49,9 +50,20 @@ def replay_findings(config: DictConfig, *, cpu_only: bool) -> Iterator[Finding]:
 
     if not asks_for_replay(get):
         return
+    for key in unread(get):
+        yield Finding(
+            key,
+            f"it is {get(key)}, and with an FSDP actor nobody reads it",
+            f"Set it to disabled; routing_replay=r2 or r3 sets what is read, {REPLAY_KEY}",
+        )
     mode = mode_of_run(get)
     if mode is None:
-        yield Finding(REPLAY_KEY, f"verl knows no mode {get(REPLAY_KEY)}", "Choose routing_replay=off, r2 or r3")
+        group = REPLAY_KEY.removesuffix(".mode")
+        yield Finding(
+            REPLAY_KEY,
+            f"verl knows no such mode: {group} is {get(group)}",
+            "Choose routing_replay=off, r2 or r3, which set it to disabled, R2 or R3",
+        )
         return
     yield from _both_ends(get, mode)
     if mode == "off":
