@@ -57,11 +57,8 @@ def _array(raw: Any, sample: str) -> np.ndarray:
         )
     try:
         array = np.asarray(raw)
-    except (
-        TypeError,
-        ValueError,
-        RuntimeError,
-    ) as error:  # rows of unequal length, a tensor that numpy has no type for
+    except (TypeError, ValueError, RuntimeError) as error:
+        # rows of unequal length, a tensor of a type that NumPy lacks
         raise ReplayError(
             f"sample {sample}, all layers, all positions: routes are no array of integers [positions, layers, k]: "
             f"{error}"

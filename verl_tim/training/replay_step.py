@@ -16,7 +16,7 @@ from torch import Tensor
 
 from verl_tim.numerics.contract import ROW_FLOOR, ceil_to
 from verl_tim.replay import Agreement, RecordedRoutes, ReplayError, RoutingReplay, agreement
-from verl_tim.replay.agreement import refuse_shifted
+from verl_tim.replay.agreement import refuse_misplaced
 from verl_tim.replay.cursor import LIVE
 from verl_tim.training.records import ROW_FIELD
 from verl_tim.training.replay_config import ROUTES_KEY, Mode
@@ -212,7 +212,7 @@ class ReplayStep:
         for place, length in enumerate(lengths[:_SHIFT_ROWS]):
             part = slice(first, first + length)
             prompt = length - int(responses[place])
-            refuse_shifted(given_TLK[part], live_TLK[part], prompt=prompt, sample=names[place])
+            refuse_misplaced(given_TLK[part], live_TLK[part], prompt=prompt, sample=names[place])
             first += length
 
 
