@@ -18,7 +18,8 @@ NAME = "train"
 HELP = (
     "Train with verl.\n\n"
     "[dim]verl-tim train recipe=cpu_grpo rollout=vexact correction=none trainer.total_training_steps=20[/]\n\n"
-    "Groups: rollout, trainer, correction, routing_replay, task, model, cluster, tracker; any key of verl or tim: may follow.\n\n"
+    "Groups: rollout, trainer, correction, routing_replay, task, model, cluster, tracker; any key of verl or tim: may "
+    "follow.\n\n"
     "[dim]verl-tim train recipe=dense_grpo +matrix=paper    [not dim]every run of the paper's comparison[/][/]"
 )
 NEEDS_ARGUMENTS = False

@@ -68,8 +68,8 @@ def _overlap(a_TLK: Tensor, b_TLK: Tensor) -> Tensor:
 
 
 def refuse_misplaced(given_TLK: Tensor, live_TLK: Tensor, *, prompt: int, sample: str) -> None:
-    """Raise where a sequence's routes look like those of other positions (by one, by its prompt's length), or of another
-    sequence.
+    """Raise where a sequence's routes look like those of other positions (by one, by its prompt's length), or of
+    another sequence.
 
     Routes of the right shape may still stand in the wrong place. At the right one they agree with what the router would
     choose, up to the mismatch that replay is there for; at a wrong one about as well as any two tokens do. Where most
@@ -103,6 +103,6 @@ def refuse_misplaced(given_TLK: Tensor, live_TLK: Tensor, *, prompt: int, sample
         )
     if here < _LEAST_OWN:
         raise ReplayError(
-            f"sample {sample}, all layers, position 0 on: the routes are of another sequence, or of other weights: only "
-            f"{here:.0%} of their experts are the router's own choice"
+            f"sample {sample}, all layers, position 0 on: the routes are of another sequence, or of other weights: "
+            f"only {here:.0%} of their experts are the router's own choice"
         )
