@@ -67,11 +67,13 @@ def test_what_is_whole_is_taken(moe, mode):
 
 def test_off_and_other_trainers_are_left_alone(moe, dense):
     assert keys(config(moe, "disabled", **{f"{MODEL}.path": dense})) == []
-    assert keys(config(moe, "R3", **{f"{ACTOR}.strategy": "megatron", AGENT: None})) == []
+    megatron = {f"{ACTOR}.strategy": "megatron", f"{ACTOR}.megatron.router_replay.mode": "R3", ROUTES_KEY: True}
+    assert keys(config(moe, "disabled", **megatron, **{AGENT: None})) == []
 
 
 REFUSED = [
     ("R3", {f"{ACTOR}.strategy": "fsdp"}, f"{ACTOR}.strategy"),
+    ("R3", {f"{ACTOR}.strategy": "megatron"}, REPLAY_KEY),
     ("R2", {f"{MODEL}.external_lib": None}, f"{MODEL}.external_lib"),
     ("R3", {ROUTES_KEY: False}, REPLAY_KEY),
     ("R2", {ROUTES_KEY: True}, ROUTES_KEY),

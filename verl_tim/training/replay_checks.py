@@ -14,6 +14,7 @@ from verl_tim.training.config import BACKEND_KEY, CONTRACT_BACKEND, EXTERNAL_LIB
 from verl_tim.training.correction_config import CORRECTION_KEY, of_run
 from verl_tim.training.finding import Finding
 from verl_tim.training.replay_config import (
+    FSDP,
     REPLAY_KEY,
     ROUTES_KEY,
     ROUTING_ROLLOUTS,
@@ -38,7 +39,7 @@ _Get = Callable[..., Any]
 
 
 def replay_findings(config: DictConfig, *, cpu_only: bool) -> Iterator[Finding]:
-    """Every setting of a run with an FSDP trainer under which routing replay would not be what it says.
+    """Every setting of a run under which routing replay by an FSDP trainer would not be what it says.
 
     Args:
         cpu_only: the run has no accelerator.
@@ -49,6 +50,15 @@ def replay_findings(config: DictConfig, *, cpu_only: bool) -> Iterator[Finding]:
         return default if value is None else value
 
     if not asks_for_replay(get):
+        return
+    strategy = get(STRATEGY_KEY, "fsdp")
+    if strategy not in FSDP:
+        yield Finding(
+            REPLAY_KEY,
+            f"it is {get(REPLAY_KEY)}, and an actor with strategy {strategy} does not read it",
+            f"Set {STRATEGY_KEY}=fsdp2, or {_OFF} and the key of that engine "
+            f"(actor_rollout_ref.actor.{strategy}.router_replay.mode)",
+        )
         return
     for key in unread(get):
         yield Finding(

@@ -35,14 +35,15 @@ _MODES: dict[str, Mode] = {"disabled": "off", "R2": "r2", "R3": "r3"}
 
 
 def asks_for_replay(get: Callable[[str, Any], Any]) -> bool:
-    """Whether a run with an FSDP trainer sets one of verl's keys of it.
+    """Whether a run with an FSDP trainer sets one of verl's keys of it, or another run that of FSDP.
 
     Args:
         get: (key, default) -> value.
     """
-    if get(STRATEGY_KEY, "fsdp") not in FSDP:
-        return False
-    return mode_of_run(get) != "off" or bool(get(ROUTES_KEY, False)) or bool(unread(get))
+    if mode_of_run(get) != "off":
+        return True
+    # other engines of verl's have keys of their own, and need the rollout's routes as well
+    return get(STRATEGY_KEY, "fsdp") in FSDP and (bool(get(ROUTES_KEY, False)) or bool(unread(get)))
 
 
 def unread(get: Callable[[str, Any], Any]) -> list[str]:
