@@ -10,6 +10,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_tim.correction import ConfigError
+from verl_tim.replay.routers import NUM_EXPERTS
 from verl_tim.training.config import BACKEND_KEY, CONTRACT_BACKEND, EXTERNAL_LIB, EXTERNAL_LIBS
 from verl_tim.training.correction_config import CORRECTION_KEY, of_run
 from verl_tim.training.finding import Finding
@@ -34,7 +35,6 @@ _SEQUENCE_KEYS = (
     "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size",
 )
 _OFFLOAD_KEY = "actor_rollout_ref.model.enable_activation_offload"
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _Get = Callable[..., Any]
 
 
@@ -149,7 +149,7 @@ def _model(get: _Get) -> Iterator[Finding]:
     except (OSError, ValueError):
         return
     model = model.get("text_config") or model
-    if not any(isinstance(model.get(name), int) and model[name] > 0 for name in _EXPERTS):
+    if not any(isinstance(model.get(name), int) and model[name] > 0 for name in NUM_EXPERTS):
         yield Finding(
             _MODEL_KEY, f"{get(_MODEL_KEY)} has no experts, so there are no routes to replay", _OFF.capitalize()
         )

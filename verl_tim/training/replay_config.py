@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from verl_tim.replay.errors import ReplayError
-
 Mode = Literal["off", "r2", "r3"]
 
 _GROUP = "actor_rollout_ref.actor.fsdp_config.router_replay"
@@ -64,6 +62,9 @@ def mode_of_engine(engine_config: Any) -> Mode:
     """
     name = _name(getattr(engine_config, "router_replay", None))
     if name not in _MODES:
+        # brings torch along, which `training.config` and the commands that read it do without
+        from verl_tim.replay import ReplayError
+
         raise ReplayError(f"{REPLAY_KEY}={name}: choose {', '.join(_MODES)} (routing_replay=off, r2 or r3)")
     return _MODES[name]
 
