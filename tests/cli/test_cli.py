@@ -4,9 +4,11 @@ import json
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 from typer.testing import CliRunner
 
 from verl_tim.cli import app
@@ -93,6 +95,21 @@ def test_train_table_shows_zero_as_zero(small, fake_verl):
     assert result.exit_code == 0
     row = next(line for line in result.stdout.splitlines() if "largest mismatch" in line)
     assert row.split("│")[2].strip() == "0"
+
+
+def test_train_table_names_the_replay(capsys):
+    outcome = process.Outcome(
+        0, 1.0, (process.Step(1, {"critic/score/mean": 0.5, "tim/delta_abs_max": 0.0}),), Path("train.log"), ()
+    )
+
+    def shown(mode):
+        choices = {"rollout": "vllm", "trainer": "stock", "correction": "none", "routing_replay": mode}
+        tim = {"choices": choices, "run_dir": "run"}
+        train.show(OmegaConf.create({"tim": tim, "trainer": {"experiment_name": "run"}}), outcome, as_json=False)
+        return [line for line in capsys.readouterr().out.splitlines() if "routing replay" in line]
+
+    assert shown("off") == []
+    assert "r3" in shown("r3")[0]
 
 
 def test_failing_run_keeps_verls_exit_code_and_says_why(small, fake_verl):

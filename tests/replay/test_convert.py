@@ -48,8 +48,8 @@ def test_a_conversation_cut_short_keeps_what_was_drawn():
     assert (convert(good(positions=POSITIONS + 1), or_more=True)[:-1] == good(positions=POSITIONS + 1)[:-1]).all()
 
 
-def edited(at, value, layers=3):
-    raw = good(layers)
+def edited(at, value, layers=3, kind=np.int16):
+    raw = good(layers).astype(kind)
     raw[at] = value
     return raw
 
@@ -58,6 +58,11 @@ REFUSED = {
     "no routes": (None, SPARSE, "returned no routes"),
     "wrong shape": (good()[:, :, 0], SPARSE, r"routes are int16 \[11, 3\], expected integers \[positions, layers, k\]"),
     "floats": (good().astype(np.float32), SPARSE, "expected integers"),
+    "bfloat16": (torch.from_numpy(good()).bfloat16(), SPARSE, "routes are no array of integers"),
+    "rows of unequal length": ([[[1, 2]] * 3, [[1, 2]] * 2], SPARSE, "routes are no array of integers"),
+    "an id that int32 would cut": (
+        edited((3, 1), [2**32 + 1, 2**32 + 2], kind=np.int64), SPARSE, "layer 2, position 3: expert id outside",
+    ),
     "wrong k": (good()[..., :1], SPARSE, "routes have 1 experts, the model chooses 2"),
     "a stage is not there": (good(2), ALL, "those of a pipeline stage are missing; layer 2, position 0"),
     "too many layers": (good(5), ALL, "routes have 5 layers, and the model has 4 sparse ones among 4"),

@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.replay import tiny
 from verl_tim.replay import RecordedRoutes, ReplayError, RoutingReplay, agreement
-from verl_tim.replay.agreement import refuse_shifted
+from verl_tim.replay.agreement import refuse_misplaced
 
 ROWS = 12
 
@@ -295,10 +295,12 @@ def test_shifted_content_is_noticed(shift):
     mismatch = np.random.default_rng(0).random(100) < 0.2
     routes = live.clone()
     routes[mismatch] = given(9, rows=100)[mismatch]
-    refuse_shifted(routes, live, prompt=30, sample="u0")
+    refuse_misplaced(routes, live, prompt=30, sample="u0")
     moved = routes.roll(shift, 0)
     with pytest.raises(ReplayError, match=rf"sample u0, .* shifted by {shift} position"):
-        refuse_shifted(moved, live, prompt=30, sample="u0")
-    # too little to tell, or nothing alike anywhere: nothing is said
-    refuse_shifted(moved[:40], live[:40], prompt=30, sample="u0")
-    refuse_shifted(given(9, rows=100), live, prompt=30, sample="u0")
+        refuse_misplaced(moved, live, prompt=30, sample="u0")
+    # too little to tell
+    refuse_misplaced(moved[:40], live[:40], prompt=30, sample="u0")
+    # of another sequence of the same length, or of the step before
+    with pytest.raises(ReplayError, match=r"sample u0, all layers, position 0 on: the routes are of another sequence"):
+        refuse_misplaced(given(9, rows=100), live, prompt=30, sample="u0")

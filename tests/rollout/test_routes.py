@@ -80,14 +80,24 @@ def test_an_error_travels_with_the_sample_and_ends_the_run():
 
 
 class _Verls:
+    def __init__(self, folder, replay):
+        rollout = {"enable_rollout_routing_replay": replay}
+        self.config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout, "model": {"path": folder}}})
+
     async def _agent_loop_postprocess(self, output, validate, **kwargs):
         return output
 
 
 class _Worker(CheckedRoutes, _Verls):
-    def __init__(self, folder, replay):
-        rollout = {"enable_rollout_routing_replay": replay}
-        self.config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout, "model": {"path": folder}}})
+    pass
+
+
+def test_a_model_without_routers_ends_the_run_before_a_response_is_lost(tmp_path):
+    """verl's V1 trainer goes on without a response whose agent loop raised."""
+    tiny.config(num_experts=0, mlp_only_layers=[0, 1, 2]).save_pretrained(tmp_path)
+    _Worker(str(tmp_path), False)
+    with pytest.raises(ReplayError, match="has no router"):
+        _Worker(str(tmp_path), True)
 
 
 @pytest.mark.parametrize("replay", [True, False])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 from omegaconf import OmegaConf
 
@@ -68,3 +71,10 @@ def test_bad_values_are_named(tim, named):
 def test_who_uses_verl_tim(config, uses):
     assert uses_verl_tim(OmegaConf.create(config)) is uses
     assert uses_verl_tim(config) is uses or "???" in str(config)
+
+
+def test_a_config_is_read_without_torch():
+    """Commands that only read one start in a tenth of a second, where torch takes seconds."""
+    code = "import sys, verl_tim.training.config; print('torch' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "False"

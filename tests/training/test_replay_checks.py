@@ -14,6 +14,7 @@ from verl_tim.training.replay_config import REPLAY_KEY, ROUTES_KEY, mode_of_engi
 from verl_tim.training.start_checks import findings
 
 ACTOR, ROLLOUT, MODEL = (f"actor_rollout_ref.{part}" for part in ("actor", "rollout", "model"))
+GROUP = REPLAY_KEY.removesuffix(".mode")
 AGENT = f"{ROLLOUT}.agent.agent_loop_manager_class"
 
 
@@ -66,16 +67,27 @@ def test_what_is_whole_is_taken(moe, mode):
 
 def test_off_and_other_trainers_are_left_alone(moe, dense):
     assert keys(config(moe, "disabled", **{f"{MODEL}.path": dense})) == []
-    assert keys(config(moe, "R3", **{f"{ACTOR}.strategy": "megatron", AGENT: None})) == []
+    megatron = {f"{ACTOR}.strategy": "megatron", f"{ACTOR}.megatron.router_replay.mode": "R3", ROUTES_KEY: True}
+    assert keys(config(moe, "disabled", **megatron, **{AGENT: None})) == []
 
 
 REFUSED = [
     ("R3", {f"{ACTOR}.strategy": "fsdp"}, f"{ACTOR}.strategy"),
+    ("R3", {f"{ACTOR}.strategy": "megatron"}, REPLAY_KEY),
     ("R2", {f"{MODEL}.external_lib": None}, f"{MODEL}.external_lib"),
     ("R3", {ROUTES_KEY: False}, REPLAY_KEY),
     ("R2", {ROUTES_KEY: True}, ROUTES_KEY),
     ("disabled", {ROUTES_KEY: True}, ROUTES_KEY),
     ("R4", {}, REPLAY_KEY),
+    ("disabled", {GROUP: "R3"}, REPLAY_KEY),
+    (False, {}, REPLAY_KEY),  # YAML's off
+    ("disabled", {f"{ACTOR}.megatron.router_replay.mode": "R3"}, f"{ACTOR}.megatron.router_replay.mode"),
+    ("R2", {f"{ACTOR}.router_replay.mode": "R2"}, f"{ACTOR}.router_replay.mode"),
+    (
+        "R3",
+        {"actor_rollout_ref.ref.fsdp_config.router_replay.mode": "R3"},
+        "actor_rollout_ref.ref.fsdp_config.router_replay.mode",
+    ),
     ("R2", {"algorithm.rollout_correction.bypass_mode": True}, "algorithm.rollout_correction.bypass_mode"),
     ("R3", {AGENT: None}, AGENT),
     ("R3", {f"{ROLLOUT}.name": "sglang"}, f"{ROLLOUT}.name"),
@@ -112,5 +124,7 @@ def test_the_workers_mode():
     # a YAML without _target_ arrives as it is
     plain = OmegaConf.create({"router_replay": {"mode": "R3"}})
     assert mode_of_engine(plain) == "r3"
+    with pytest.raises(ReplayError, match=r"router_replay\.mode=R3, without \.mode: choose disabled, R2, R3"):
+        mode_of_engine(FSDPEngineConfig(strategy="fsdp2", router_replay="R3"))
     with pytest.raises(ReplayError, match=r"router_replay\.mode=r3: choose disabled, R2, R3"):
         mode_of_engine(OmegaConf.create({"router_replay": {"mode": "r3"}}))

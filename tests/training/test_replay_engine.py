@@ -17,6 +17,7 @@ from verl_tim.rollout.routes import take_routes
 from verl_tim.training.config import ConfigError
 from verl_tim.training.records import take
 from verl_tim.training.replay_report import REPLAY_METRIC, replay_metrics
+from verl_tim.training.replay_step import _needed
 
 MAP = RouterMap(layers=(0, 1), num_layers=2, num_experts=4, top_k=2)
 
@@ -226,6 +227,20 @@ def test_rows_without_a_token_in_the_loss_need_no_routes(folders, process_group)
         whole = trainer.engine.infer_batch(data)["model_output"]["log_probs"].unbind()
         found = trainer.engine.infer_batch(padded)["model_output"]["log_probs"].unbind()
     assert all(torch.equal(a, b) for a, b in zip(whole[:3], found[:3], strict=True))
+
+
+def test_positions_that_need_a_route():
+    """Up to the one that draws the last token of the loss; none in a micro-batch whose responses are all empty."""
+
+    def needed(*masks):
+        made = [torch.tensor(mask, dtype=torch.int64) for mask in masks]
+        nested = torch.nested.as_nested_tensor(made, layout=torch.jagged)
+        return _needed(
+            {"response_mask": nested, "responses": nested}, torch.tensor([3 + len(mask) for mask in masks])
+        ).tolist()
+
+    assert needed([1, 1, 0, 1, 0], [0, 0], [], [1]) == [6, 0, 0, 3]
+    assert needed([], []) == [0, 0]
 
 
 def test_dense_rows_of_the_legacy_trainer(folders, process_group):

@@ -73,10 +73,16 @@ def test_seeds_of_a_setting_share_it_and_a_group_can_be_named(config, tmp_path):
 
 
 def test_replay_makes_another_setting(config):
-    choices = {**config["tim"]["choices"], "routing_replay": "r3"}
-    replaying = Labels.of({**config, "tim": {**config["tim"], "choices": choices}})
-    assert replaying.setting == "stock-contract-token_tis-r3"
-    assert "replay:r3" in replaying.all_tags
+    def labels(mode, chosen):
+        tim, choices = config["tim"], {**config["tim"]["choices"], "routing_replay": chosen}
+        manifest = {**(tim.get("manifest") or {}), "routing_replay": mode}
+        return Labels.of({**config, "tim": {**tim, "choices": choices, "manifest": manifest}})
+
+    # by the group, or by verl's key alone, as a plain YAML sets it; the manifest knows what runs
+    for chosen in ("r3", "off"):
+        assert labels("r3", chosen).setting == "stock-contract-token_tis-r3"
+        assert "replay:r3" in labels("r3", chosen).all_tags
+    assert labels(None, "r2").setting == "stock-contract-token_tis"
     assert config["tim"]["choices"]["routing_replay"] == "off"
     assert not [tag for tag in Labels.of(config).all_tags if tag.startswith("replay")]
 

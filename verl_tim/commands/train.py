@@ -19,7 +19,8 @@ NAME = "train"
 HELP = (
     "Train with verl.\n\n"
     "[dim]verl-tim train recipe=cpu_grpo rollout=vexact correction=none trainer.total_training_steps=20[/]\n\n"
-    "Groups: rollout, trainer, correction, task, model, cluster, tracker; any key of verl or tim: may follow.\n\n"
+    "Groups: rollout, trainer, correction, routing_replay, task, model, cluster, tracker; any key of verl or tim: may "
+    "follow.\n\n"
     "[dim]verl-tim train recipe=dense_grpo +matrix=paper    [not dim]every run of the paper's comparison[/][/]"
 )
 NEEDS_ARGUMENTS = False
@@ -185,6 +186,7 @@ def show(config: DictConfig, outcome: Outcome, *, as_json: bool) -> None:
         choices = config.tim.choices
         rows = [
             ("rollout / trainer / correction", f"{choices.rollout} / {choices.trainer} / {choices.correction}"),
+            *([("routing replay", choices.routing_replay)] if choices.get("routing_replay", "off") != "off" else []),
             ("steps", values["steps"]),
             ("reward, first and last 5 steps", f"{number(values['reward_first'])} -> {number(values['reward_last'])}"),
             (

@@ -12,6 +12,7 @@ from verl_tim.replay.errors import ReplayError
 
 _SHIFT_TOKENS = 64  # fewer tell nothing
 _SHIFT_MARGIN = 0.1
+_LEAST_OWN = 0.5  # far below what mismatch and staleness leave, and above what unrelated tokens of many experts share
 
 
 @dataclass(frozen=True)
@@ -66,11 +67,13 @@ def _overlap(a_TLK: Tensor, b_TLK: Tensor) -> Tensor:
     return found.float().mean(-1)
 
 
-def refuse_shifted(given_TLK: Tensor, live_TLK: Tensor, *, prompt: int, sample: str) -> None:
-    """Raise where a sequence's routes look like those of other positions: by one, or by its prompt's length.
+def refuse_misplaced(given_TLK: Tensor, live_TLK: Tensor, *, prompt: int, sample: str) -> None:
+    """Raise where a sequence's routes look like those of other positions (by one, by its prompt's length), or of
+    another sequence.
 
     Routes of the right shape may still stand in the wrong place. At the right one they agree with what the router would
-    choose, up to the mismatch that replay is there for; at a wrong one about as well as any two tokens do.
+    choose, up to the mismatch that replay is there for; at a wrong one about as well as any two tokens do. Where most
+    experts are others than the router's own, that is no mismatch to be replayed.
 
     Args:
         given_TLK, live_TLK: of one sequence; the routes and the live choice.
@@ -97,4 +100,9 @@ def refuse_shifted(given_TLK: Tensor, live_TLK: Tensor, *, prompt: int, sample: 
             f"sample {sample}, all layers, position 0 on: the routes are shifted by {shift} position(s) against the "
             f"tokens: {others[best]:.0%} of their experts are the router's own choice there, and {here:.0%} where they "
             "stand"
+        )
+    if here < _LEAST_OWN:
+        raise ReplayError(
+            f"sample {sample}, all layers, position 0 on: the routes are of another sequence, or of other weights: "
+            f"only {here:.0%} of their experts are the router's own choice"
         )

@@ -55,14 +55,21 @@ def _array(raw: Any, sample: str) -> np.ndarray:
             "actor_rollout_ref.rollout.enable_rollout_routing_replay=true (routing_replay=r3 does), with a model that "
             "has experts"
         )
-    array = np.asarray(raw)
+    try:
+        array = np.asarray(raw)
+    except (TypeError, ValueError, RuntimeError) as error:
+        # rows of unequal length, a tensor of a type that NumPy lacks
+        raise ReplayError(
+            f"sample {sample}, all layers, all positions: routes are no array of integers [positions, layers, k]: "
+            f"{error}"
+        ) from error
     if array.ndim != 3 or not np.issubdtype(array.dtype, np.integer):
         raise ReplayError(
             f"sample {sample}, all layers, all positions: routes are {array.dtype} {list(array.shape)}, expected "
             "integers [positions, layers, k]"
         )
-    # a wider type, since vLLM's may be unsigned
-    return array.astype(np.int32)
+    # the widest type, since vLLM's may be unsigned, and an id out of range must not be cut to one in it
+    return array.astype(np.int64)
 
 
 def _check_shape(raw_TLK: np.ndarray, routers: RouterMap, sample: str) -> None:

@@ -20,7 +20,7 @@ from verl_tim.replay.errors import ReplayError
 
 _GATES = ("gate", "router")
 _TOP_K = ("top_k", "num_experts_per_tok", "moe_topk")
-_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def _routers(model: nn.Module) -> Iterator[Router]:
         num_experts = (
             int(weight.shape[0])
             if weight is not None and weight.dim() == 2
-            else _number((router, block, config), _NUM_EXPERTS)
+            else _number((router, block, config), NUM_EXPERTS)
         )
         if top_k is None or num_experts is None:
             raise ReplayError(f"layer {layer}: {name} does not say how many experts it chooses, or of how many")

@@ -9,7 +9,6 @@ the sample (`ROUTE_ERROR_FIELD`) and the trainer raises it (`raise_route_errors`
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -26,8 +25,14 @@ class CheckedRoutes:
 
     config: Any
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # here, where an error ends the run: verl's V1 trainer drops a response whose agent loop raised
+        returned = self.config.actor_rollout_ref.rollout.get("enable_rollout_routing_replay", False)
+        self.router_map = self._router_map() if returned else None
+
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> Any:
-        if self.config.actor_rollout_ref.rollout.get("enable_rollout_routing_replay", False):
+        if self.router_map is not None:
             name = "_".join(str(kwargs[key]) for key in ("uid", "session_id") if key in kwargs)
             for number, one in enumerate(output if isinstance(output, list) else [output]):
                 if validate:
@@ -36,8 +41,7 @@ class CheckedRoutes:
                     take_routes(one, self.router_map, sample=f"{name or kwargs.get('index', '?')}_{number}")
         return await super()._agent_loop_postprocess(output, validate, **kwargs)  # type: ignore[misc]
 
-    @cached_property
-    def router_map(self) -> RouterMap:
+    def _router_map(self) -> RouterMap:
         model = self.config.actor_rollout_ref.model
         return RouterMap.of_folder(
             local_model_folder(model.path), trust_remote_code=bool(model.get("trust_remote_code", False))

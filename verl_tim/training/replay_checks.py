@@ -10,10 +10,12 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_tim.correction import ConfigError
+from verl_tim.replay.routers import NUM_EXPERTS
 from verl_tim.training.config import BACKEND_KEY, CONTRACT_BACKEND, EXTERNAL_LIB, EXTERNAL_LIBS
 from verl_tim.training.correction_config import CORRECTION_KEY, of_run
 from verl_tim.training.finding import Finding
 from verl_tim.training.replay_config import (
+    FSDP,
     REPLAY_KEY,
     ROUTES_KEY,
     ROUTING_ROLLOUTS,
@@ -21,6 +23,7 @@ from verl_tim.training.replay_config import (
     Mode,
     asks_for_replay,
     mode_of_run,
+    unread,
 )
 
 _OFF = "set routing_replay=off"
@@ -32,12 +35,11 @@ _SEQUENCE_KEYS = (
     "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size",
 )
 _OFFLOAD_KEY = "actor_rollout_ref.model.enable_activation_offload"
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _Get = Callable[..., Any]
 
 
 def replay_findings(config: DictConfig, *, cpu_only: bool) -> Iterator[Finding]:
-    """Every setting of a run with an FSDP trainer under which routing replay would not be what it says.
+    """Every setting of a run under which routing replay by an FSDP trainer would not be what it says.
 
     Args:
         cpu_only: the run has no accelerator.
@@ -49,9 +51,29 @@ def replay_findings(config: DictConfig, *, cpu_only: bool) -> Iterator[Finding]:
 
     if not asks_for_replay(get):
         return
+    strategy = get(STRATEGY_KEY, "fsdp")
+    if strategy not in FSDP:
+        yield Finding(
+            REPLAY_KEY,
+            f"it is {get(REPLAY_KEY)}, and an actor with strategy {strategy} does not read it",
+            f"Set {STRATEGY_KEY}=fsdp2, or {_OFF} and the key of that engine "
+            f"(actor_rollout_ref.actor.{strategy}.router_replay.mode)",
+        )
+        return
+    for key in unread(get):
+        yield Finding(
+            key,
+            f"it is {get(key)}, and with an FSDP actor nobody reads it",
+            f"Set it to disabled; routing_replay=r2 or r3 sets what is read, {REPLAY_KEY}",
+        )
     mode = mode_of_run(get)
     if mode is None:
-        yield Finding(REPLAY_KEY, f"verl knows no mode {get(REPLAY_KEY)}", "Choose routing_replay=off, r2 or r3")
+        group = REPLAY_KEY.removesuffix(".mode")
+        yield Finding(
+            REPLAY_KEY,
+            f"verl knows no such mode: {group} is {get(group)}",
+            "Choose routing_replay=off, r2 or r3, which set it to disabled, R2 or R3",
+        )
         return
     yield from _both_ends(get, mode)
     if mode == "off":
@@ -127,7 +149,7 @@ def _model(get: _Get) -> Iterator[Finding]:
     except (OSError, ValueError):
         return
     model = model.get("text_config") or model
-    if not any(isinstance(model.get(name), int) and model[name] > 0 for name in _EXPERTS):
+    if not any(isinstance(model.get(name), int) and model[name] > 0 for name in NUM_EXPERTS):
         yield Finding(
             _MODEL_KEY, f"{get(_MODEL_KEY)} has no experts, so there are no routes to replay", _OFF.capitalize()
         )

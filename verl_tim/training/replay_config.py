@@ -10,13 +10,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from omegaconf import DictConfig
-
-from verl_tim.replay.errors import ReplayError
-
 Mode = Literal["off", "r2", "r3"]
 
-REPLAY_KEY = "actor_rollout_ref.actor.fsdp_config.router_replay.mode"
+_GROUP = "actor_rollout_ref.actor.fsdp_config.router_replay"
+REPLAY_KEY = f"{_GROUP}.mode"
+# The key of verl's other engines, of its older actor, and of models that are no policy: with an FSDP actor nobody reads
+# them.
+UNREAD_KEYS = (
+    "actor_rollout_ref.actor.router_replay.mode",
+    "actor_rollout_ref.actor.megatron.router_replay.mode",
+    "actor_rollout_ref.actor.veomni.router_replay.mode",
+    "actor_rollout_ref.ref.fsdp_config.router_replay.mode",
+    "critic.fsdp.router_replay.mode",
+)
 ROUTES_KEY = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
 STRATEGY_KEY = "actor_rollout_ref.actor.strategy"
 FSDP = ("fsdp", "fsdp2")
@@ -27,19 +33,25 @@ _MODES: dict[str, Mode] = {"disabled": "off", "R2": "r2", "R3": "r3"}
 
 
 def asks_for_replay(get: Callable[[str, Any], Any]) -> bool:
-    """Whether a run with an FSDP trainer sets one of verl's keys of it.
+    """Whether a run with an FSDP trainer sets one of verl's keys of it, or another run that of FSDP.
 
     Args:
         get: (key, default) -> value.
     """
-    if get(STRATEGY_KEY, "fsdp") not in FSDP:
-        return False
-    return str(get(REPLAY_KEY, "disabled")) != "disabled" or bool(get(ROUTES_KEY, False))
+    if mode_of_run(get) != "off":
+        return True
+    # other engines of verl's have keys of their own, and need the rollout's routes as well
+    return get(STRATEGY_KEY, "fsdp") in FSDP and (bool(get(ROUTES_KEY, False)) or bool(unread(get)))
+
+
+def unread(get: Callable[[str, Any], Any]) -> list[str]:
+    """Those of `UNREAD_KEYS` that ask for replay."""
+    return [key for key in UNREAD_KEYS if str(get(key, "disabled")) != "disabled"]
 
 
 def mode_of_run(get: Callable[[str, Any], Any]) -> Mode | None:
     """The mode of a run with an FSDP trainer; None for a value that verl does not know."""
-    return _MODES.get(str(get(REPLAY_KEY, "disabled")))
+    return _MODES.get(_name(get(_GROUP, None)))
 
 
 def mode_of_engine(engine_config: Any) -> Mode:
@@ -48,10 +60,23 @@ def mode_of_engine(engine_config: Any) -> Mode:
     Raises:
         ReplayError: a value that verl does not know.
     """
-    given: Any = getattr(engine_config, "router_replay", None)
-    # a dataclass, or as it stood in a YAML without `_target_`
-    value = given.get("mode") if isinstance(given, (Mapping, DictConfig)) else getattr(given, "mode", None)
-    name = "disabled" if value is None else str(value)
+    name = _name(getattr(engine_config, "router_replay", None))
     if name not in _MODES:
+        # brings torch along, which `training.config` and the commands that read it do without
+        from verl_tim.replay import ReplayError
+
         raise ReplayError(f"{REPLAY_KEY}={name}: choose {', '.join(_MODES)} (routing_replay=off, r2 or r3)")
     return _MODES[name]
+
+
+def _name(group: Any) -> str:
+    """Of verl's `router_replay`: a dataclass, or as it stood in a YAML without `_target_`."""
+    if group is None:
+        return "disabled"
+    if isinstance(group, Mapping):
+        value = group.get("mode")
+    elif hasattr(group, "mode"):
+        value = group.mode
+    else:
+        return f"{group}, without .mode"  # router_replay: R3, which verl would take for no mode at all
+    return "disabled" if value is None else str(value)

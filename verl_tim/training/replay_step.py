@@ -16,7 +16,7 @@ from torch import Tensor
 
 from verl_tim.numerics.contract import ROW_FLOOR, ceil_to
 from verl_tim.replay import Agreement, RecordedRoutes, ReplayError, RoutingReplay, agreement
-from verl_tim.replay.agreement import refuse_shifted
+from verl_tim.replay.agreement import refuse_misplaced
 from verl_tim.replay.cursor import LIVE
 from verl_tim.training.records import ROW_FIELD
 from verl_tim.training.replay_config import ROUTES_KEY, Mode
@@ -212,7 +212,7 @@ class ReplayStep:
         for place, length in enumerate(lengths[:_SHIFT_ROWS]):
             part = slice(first, first + length)
             prompt = length - int(responses[place])
-            refuse_shifted(given_TLK[part], live_TLK[part], prompt=prompt, sample=names[place])
+            refuse_misplaced(given_TLK[part], live_TLK[part], prompt=prompt, sample=names[place])
             first += length
 
 
@@ -269,8 +269,9 @@ def _needed(micro_batch: Any, length_B: Tensor) -> Tensor:
     """int64 [B]: positions of each row up to the one that draws its last token of the loss; 0 without such a token."""
     mask = micro_batch["response_mask"]
     mask_BT = (mask.to_padded_tensor(0) if mask.is_nested else mask).to(length_B.device) != 0
-    place_T = torch.arange(1, mask_BT.shape[1] + 1, device=mask_BT.device)
-    last_B = (mask_BT * place_T).amax(1)
+    # from 0, so that a micro-batch of empty responses has a largest place, too
+    place_T = torch.arange(mask_BT.shape[1] + 1, device=mask_BT.device)
+    last_B = (torch.nn.functional.pad(mask_BT, (1, 0)) * place_T).amax(1)
     prompt_B = length_B - _response_lengths(micro_batch).to(length_B.device)
     # the position before token `last` of the response
     return torch.where(last_B > 0, prompt_B + last_B - 1, 0)

@@ -11,14 +11,11 @@ from verl_tim.correction import ConfigError, RolloutCorrectionConfig
 from verl_tim.training.config import BACKEND_KEY, CONTRACT_BACKEND
 from verl_tim.training.correction_config import CORRECTION_KEY, of_run
 from verl_tim.training.finding import Finding
+from verl_tim.training.replay_config import REPLAY_KEY, UNREAD_KEYS
 from verl_tim.training.reuse import ENABLED_KEY
 
 _OFF = f"set {ENABLED_KEY}=false"
 _ROLLOUT = "actor_rollout_ref.rollout"
-# Training engines that record routes in the pass for the old log-probs (verl 0.9.1, utils/config.py:80).
-_REPLAY_KEYS = tuple(
-    f"actor_rollout_ref.actor.{engine}router_replay.mode" for engine in ("", "fsdp_config.", "megatron.", "veomni.")
-)
 # verl's switches that serve a batch from a file, whatever the weights are by then.
 _SKIP_KEYS = tuple(f"skip.{name}.enable" for name in ("rollout", "rollout_tq", "async_rollout"))
 
@@ -113,7 +110,8 @@ def _by_products(get: Callable[..., Any]) -> Iterator[Finding]:
             f"{estimator} needs sums over the vocabulary that come from the pass for the old log-probs",
             f"Choose another estimator, or {_OFF}",
         )
-    for key in _REPLAY_KEYS:
+    # whichever engine reads it (verl 0.9.1, utils/config.py:80)
+    for key in (REPLAY_KEY, *UNREAD_KEYS):
         if get(key, "disabled") == "R2":
             yield Finding(key, "R2 records routes in the pass for the old log-probs", f"Set it to disabled, or {_OFF}")
 

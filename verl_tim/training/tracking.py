@@ -59,6 +59,7 @@ class Labels:
         tim = TimConfig.of(config)
         run = dict(((tim.manifest or {}).get("run")) or {})
         choices = {name: value for name, value in (tim.choices or {}).items() if value}
+        replay = (tim.manifest or {}).get("routing_replay", choices.get("routing_replay"))
         rollout = config["actor_rollout_ref"]["rollout"]
         seeds = {"seed": rollout.get("seed"), "data_seed": (config.get("data") or {}).get("seed")}
         facts = {
@@ -67,7 +68,7 @@ class Labels:
             "rollout": run.get("rollout") or choices.get("rollout") or rollout["name"],
             "trainer": run.get("trainer_numerics") or tim.trainer_numerics,
             "correction": run.get("correction") or choices.get("correction"),
-            "replay": choices.get("routing_replay") if choices.get("routing_replay") != "off" else None,
+            "replay": None if replay == "off" else replay,
             **seeds,
         }
         known = {name: str(value) for name, value in facts.items() if value is not None}
