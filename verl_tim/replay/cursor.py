@@ -2,8 +2,9 @@
 
 A micro-batch's routes must reach every router twice where activations are computed again: in its forward, and in its
 backward, when other micro-batches may have run in between. A pass is an object that the checkpointed function carries
-with it (`replay.RoutingReplay.bound`), so recomputation has the routes of its own forward whatever the order; the
-cursors are there to notice a router that is passed over, or run once too often.
+with it (`replay.RoutingReplay.carrying`), so recomputation has the routes of its own forward whatever the order; the
+cursors are there to notice a router that runs twice in a forward, or is computed again before it; one that is passed
+over is noticed at the forward's end (`Pass.choices`).
 """
 
 from __future__ import annotations
