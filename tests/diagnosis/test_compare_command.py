@@ -98,3 +98,19 @@ def test_runs_of_no_and_one_step(runs, tmp_path, steps):
     assert result.exit_code == 0, result.output
     states = {row["state"] for row in json.loads(result.stdout)["early_warning"]["signals"]}
     assert states == ({"too short"} if steps else {"not logged"})
+
+
+@pytest.mark.parametrize("command", [("compare",), ("report",), ("baseline",), ("calibrate",), ("probe",)])
+def test_a_place_that_cannot_be_written_to_is_named(runs, tmp_path, command):
+    from fake_dumps import none, one_sign, write_dumps
+
+    (tmp_path / "file").write_text("")
+    given = {"compare": runs, "probe": ["nowhere"]}.get(command[0], runs[1:])
+    out = tmp_path / "file"
+    if command[0] == "baseline":
+        out = tmp_path / "file" / "baseline.json"
+    if command[0] == "calibrate":
+        given = [write_dumps(tmp_path / "a", one_sign(0.3, 0.02)), write_dumps(tmp_path / "b", none)]
+    result = runner.invoke(app, [*command, *map(str, given), "--out", str(out)])
+    assert result.exit_code == 2, result.output
+    assert "--out: cannot write" in result.output
