@@ -114,3 +114,15 @@ def test_a_place_that_cannot_be_written_to_is_named(runs, tmp_path, command):
     result = runner.invoke(app, [*command, *map(str, given), "--out", str(out)])
     assert result.exit_code == 2, result.output
     assert "--out: cannot write" in result.output
+
+
+def test_a_narrow_terminal_folds_long_names_and_shortens_no_label_and_no_number(runs, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    names = ["a_rather_long_name_of_the_exact_run", "and_another_of_the_run_that_mismatches"]
+    result = invoke(*runs, "--out", tmp_path, "--name", names[0], "--name", names[1])
+    assert result.exit_code == 0, result.output
+    table = result.stdout[result.stdout.rindex("┏") :]
+    for label in ("reward", "|d| mean, nats", "contribution skew", "gradient norm"):
+        assert f"│ {label}" in table
+    assert "…" not in table
+    assert all(line.count("│") == 8 for line in table.splitlines() if line.startswith("│")), table
