@@ -98,3 +98,31 @@ def test_runs_of_no_and_one_step(runs, tmp_path, steps):
     assert result.exit_code == 0, result.output
     states = {row["state"] for row in json.loads(result.stdout)["early_warning"]["signals"]}
     assert states == ({"too short"} if steps else {"not logged"})
+
+
+@pytest.mark.parametrize("command", [("compare",), ("report",), ("baseline",), ("calibrate",), ("probe",)])
+def test_a_place_that_cannot_be_written_to_is_named(runs, tmp_path, command):
+    from fake_dumps import none, one_sign, write_dumps
+
+    (tmp_path / "file").write_text("")
+    given = {"compare": runs, "probe": ["nowhere"]}.get(command[0], runs[1:])
+    out = tmp_path / "file"
+    if command[0] == "baseline":
+        out = tmp_path / "file" / "baseline.json"
+    if command[0] == "calibrate":
+        given = [write_dumps(tmp_path / "a", one_sign(0.3, 0.02)), write_dumps(tmp_path / "b", none)]
+    result = runner.invoke(app, [*command, *map(str, given), "--out", str(out)])
+    assert result.exit_code == 2, result.output
+    assert "--out: cannot write" in result.output
+
+
+def test_a_narrow_terminal_folds_long_names_and_shortens_no_label_and_no_number(runs, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    names = ["a_rather_long_name_of_the_exact_run", "and_another_of_the_run_that_mismatches"]
+    result = invoke(*runs, "--out", tmp_path, "--name", names[0], "--name", names[1])
+    assert result.exit_code == 0, result.output
+    table = result.stdout[result.stdout.rindex("┏") :]
+    for label in ("reward", "|d| mean, nats", "contribution skew", "gradient norm"):
+        assert f"│ {label}" in table
+    assert "…" not in table
+    assert all(line.count("│") == 8 for line in table.splitlines() if line.startswith("│")), table

@@ -7,6 +7,7 @@ import json
 import pytest
 from fake_runs import write_run
 
+from verl_tim.diagnosis.manifest import ManifestError
 from verl_tim.diagnosis.run_folder import RunFolder, RunFolderError, Sample, attempt_number
 
 CONFIG = {"tim": {"run_dir": "x"}, "trainer": {"total_training_steps": 5, "lr": 1e-3}}
@@ -230,3 +231,30 @@ def test_fake_runs_are_whole(tmp_path):
     assert run.metrics().steps == [0, 1, 2, 3, 4]
     assert run.manifest().run.rollout == "vexact"
     assert len(run.samples()) == 12
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [({"step": "1"}, "step must be of type int"), ({"response": None}, "response"), ({"extra": "x"}, "extra")],
+)
+def test_a_sample_of_other_types_is_refused(folder, changed, named):
+    entry = {"step": 1, "prompt": "p", "response": "r", **changed}
+    (folder / "samples.jsonl").write_text(json.dumps(entry) + "\n")
+    with pytest.raises(RunFolderError, match=f"samples.jsonl:1.*{named}"):
+        RunFolder(folder).samples()
+
+
+def test_files_that_are_not_utf8_are_named(folder):
+    (folder / "config.yaml").write_bytes(b"a: \xff\n")
+    (folder / "manifest.json").write_bytes(b'{"a": "\xff"}')
+    with pytest.raises(RunFolderError, match=r"config\.yaml is not YAML"):
+        RunFolder(folder).config()
+    with pytest.raises(ManifestError, match=r"manifest\.json is not JSON"):
+        RunFolder(folder).manifest()
+
+
+@pytest.mark.parametrize("text", ['{"step": 1, "data": {"a": 1%s}}' % ("0" * 400), '{"step": 9999999999, "data": {}}'])
+def test_numbers_beyond_their_types_are_refused_with_their_line(folder, text):
+    metrics_file(folder, line(0, a=1.0), text)
+    with pytest.raises(RunFolderError, match=r"metrics\.jsonl:2"):
+        RunFolder(folder).metrics()

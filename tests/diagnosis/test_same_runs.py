@@ -274,3 +274,27 @@ def test_the_command_answers_with_its_exit_code(pair, tmp_path):
     result = runner.invoke(app, ["same", str(pair[0]), str(tmp_path / "nothing")])
     assert result.exit_code == 2
     assert "does not exist" in " ".join(result.stderr.split())
+
+
+def test_one_folder_given_twice_is_refused(pair, tmp_path):
+    (tmp_path / "link").symlink_to(pair[0])
+    for other in (pair[0], tmp_path / "link"):
+        with pytest.raises(RunFolderError, match="given twice"):
+            same_runs(pair[0], other)
+
+
+def test_a_line_that_was_cut_off_in_both_is_said(pair):
+    for run in pair:
+        path = run / METRICS_NAME
+        path.write_bytes(path.read_bytes()[:-20])
+    answer = same_runs(*pair)
+    assert answer.equal
+    assert "cut off and was not compared" in section(answer, "metrics").note
+    text = " ".join(runner.invoke(app, ["same", *map(str, pair)]).output.split())
+    assert f"{section(answer, 'metrics').compared:,} values" in text
+    assert "cut off" in text
+
+
+def test_a_config_with_another_shape_raises_nothing(pair):
+    (pair[0] / "config.yaml").write_text("tim: 3\ntrainer: text\n")
+    same_runs(*pair)

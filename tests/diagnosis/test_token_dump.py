@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -17,6 +18,8 @@ from verl_tim.diagnosis.token_dump import (
     read_dumps,
     write_step,
 )
+
+LOG_PROBS = ("old_log_prob", "rollout_log_prob", "log_prob")
 
 
 def sequence(row=0, tokens=3, **changes):
@@ -139,3 +142,43 @@ def test_whole_sequences_within_the_budget():
     many = [{*choose_sequences([10] * 100, 50, seed=step)} for step in range(2)]
     assert many[0] != many[1], "another step, other sequences"
     assert 2 in choose_sequences(lengths, 40, seed=0, first=[2])
+
+
+def test_a_flipped_bit_is_refused_or_changes_nothing_that_was_measured(tmp_path):
+    noise = np.random.default_rng(0)
+    sequences = [
+        sequence(row, 20, **{f"{n}_N": -noise.exponential(1.0, 20).astype(np.float32) for n in LOG_PROBS})
+        for row in range(8)
+    ]
+    path = write_step(tmp_path, 1, sequences, layers=(0,), top_k=2)
+    whole, good = path.read_bytes(), read_dumps(tmp_path)
+    # what lies before the footer are the pages; the last eight bytes say how long the footer is
+    pages = len(whole) - 8 - int.from_bytes(whole[-8:-4], "little")
+    refused = 0
+    for bit in noise.integers(8 * len(whole), size=600):
+        damaged = bytearray(whole)
+        damaged[bit // 8] ^= 1 << (bit % 8)
+        path.write_bytes(damaged)
+        try:
+            table = read_dumps(tmp_path)
+        except TokenDumpError:
+            refused += 1
+        else:
+            assert bit // 8 >= pages or table.equals(good), f"bit {bit} was read as another value"
+    assert refused > 300
+
+
+def test_a_file_of_another_name_is_no_dump(tmp_path):
+    path = write_step(tmp_path, 3, [sequence()])
+    shutil.copy(path, path.with_name("step_000003 (copy).parquet"))
+    assert dumped_steps(tmp_path) == [3]
+    assert len(read_dumps(tmp_path)) == 3
+
+
+@pytest.mark.parametrize(("key", "text"), [("layers", "[0,"), ("top_k", " "), ("correction", "{'a'")])
+def test_a_damaged_description_is_refused(tmp_path, key, text):
+    path = write_step(tmp_path, 1, [sequence()])
+    table = pq.read_table(path)
+    pq.write_table(table.replace_schema_metadata({**table.schema.metadata, key.encode(): text.encode()}), path)
+    with pytest.raises(TokenDumpError, match=r"step_000001\.parquet.*description is damaged"):
+        read_dumps(tmp_path)

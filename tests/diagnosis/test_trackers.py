@@ -130,3 +130,16 @@ def test_the_run_folders_own_metrics_come_first(tmp_path, events):
     run = write_run(tmp_path / "run", steps=2)
     events.rename(run / "tensorboard")
     assert Run.read(run).steps == 2
+
+
+def test_event_files_that_are_cut_or_corrupt(events):
+    assert not Run.read(events).log.torn
+    (file,) = events.glob("events.out.tfevents.*")
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-5])
+    assert Run.read(events).log.torn
+    damaged = bytearray(whole)
+    damaged[whole.index(b"tim/")] ^= 4
+    file.write_bytes(damaged)
+    with pytest.raises(RunFolderError, match=r"is corrupt: record \d+ of \d+"):
+        Run.read(events)

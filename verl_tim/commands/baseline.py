@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from verl_tim.commands.output import bad_input, print_json, stderr, stdout, table
+from verl_tim.commands.output import bad_input, print_json, stderr, stdout, table, writing
 
 NAME = "baseline"
 HELP = "Store the usual mismatch of a model, dtype, hardware and pair of backends; later runs are watched against it."
@@ -32,7 +32,8 @@ def command(
             baseline = baseline_of(runs, skip=skip)
         except (BaselineError, RunFolderError, ManifestError) as error:
             raise LaunchError.of("RUN", str(error), "give finished runs of one model and set-up") from error
-    baseline.write(out)
+    with bad_input(), writing():
+        baseline.write(out)
     if as_json:
         print_json(baseline.to_dict())
     else:
@@ -40,6 +41,10 @@ def command(
             (name, short(value.mean), short(value.largest), "no" if not value.reference else short(value.reference))
             for name, value in baseline.metrics.items()
         ]
-        table(f"{len(runs)} runs, {baseline.steps} steps", ("metric", "mean", "largest", "watched against"), rows)
+        table(
+            f"{len(runs)} run{'s' * (len(runs) > 1)}, {baseline.steps} step{'s' * (baseline.steps > 1)}",
+            ("metric", "mean", "largest", "watched against"),
+            rows,
+        )
         stdout().print(f"tim.gate.baseline={out.absolute()}", soft_wrap=True)
     stderr().print(f"baseline: {out.absolute()}", soft_wrap=True)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from verl_tim.commands.output import bad_input, print_json, stderr, stdout, table
+from verl_tim.commands.output import bad_input, print_json, stderr, stdout, table, writing
 
 NAME = "calibrate"
 HELP = (
@@ -38,16 +38,18 @@ def command(
     from verl_tim.diagnosis.calibrate import CalibrationError, calibrate, write_json
     from verl_tim.diagnosis.calibrate_page import bound, render_calibration
     from verl_tim.diagnosis.formats import percent, short
+    from verl_tim.diagnosis.manifest import ManifestError
     from verl_tim.diagnosis.token_dump import TokenDumpError
     from verl_tim.launch.errors import LaunchError
 
     with bad_input():
         try:
             found = calibrate(mismatch_run, exact_run, max_share=max_share, rules=rule or None, steps=step)
-        except (CalibrationError, TokenDumpError) as error:
+        except (CalibrationError, TokenDumpError, ManifestError) as error:
             raise LaunchError.of("calibrate", str(error), "see docs/diagnosis.md, Calibrate") from error
-    write_json(found, out / "calibrate.json")
-    (out / "calibrate.html").write_text(render_calibration(found), encoding="utf-8")
+    with bad_input(), writing():
+        write_json(found, out / "calibrate.json")
+        (out / "calibrate.html").write_text(render_calibration(found), encoding="utf-8")
     stderr().print(f"page: {(out / 'calibrate.html').absolute()}", soft_wrap=True)
     if as_json:
         print_json(found.to_dict())

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from verl_tim.commands.output import bad_input, print_json, stderr, stdout
+from verl_tim.commands.output import bad_input, print_json, stderr, stdout, writing
 
 if TYPE_CHECKING:
     from verl_tim.diagnosis.compare import Comparison, Options
@@ -66,7 +66,8 @@ def command(
             band={"z": band_z, "window": band_window, "consecutive": band_steps},
         )
         comparison = compare_runs(runs, name, options)
-    paths = comparison.write(out, png=png)
+    with bad_input(), writing():
+        paths = comparison.write(out, png=png)
     if as_json:
         print_json(comparison.to_dict())
     else:

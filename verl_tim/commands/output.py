@@ -54,6 +54,18 @@ def bad_input() -> Iterator[None]:
         raise typer.Exit(BAD_INPUT) from None
 
 
+@contextmanager
+def writing(key: str = "--out") -> Iterator[None]:
+    """Turn a place that cannot be written to into a finding of the option that named it; for within `bad_input`."""
+    from verl_tim.launch.errors import LaunchError
+
+    try:
+        yield
+    except OSError as error:
+        problem = f"cannot write {error.filename or ''}: {error.strerror or error}"
+        raise LaunchError.of(key, problem, "name a folder that can be written to, or a file in one") from error
+
+
 def report(findings: Sequence[Any], *, colour: str = "red") -> None:
     """Findings on stderr, key first."""
     from rich.text import Text

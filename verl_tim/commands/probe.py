@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from verl_tim.commands.output import bad_input, print_json, stderr, stdout
+from verl_tim.commands.output import bad_input, print_json, stderr, stdout, writing
 from verl_tim.commands.quiet import quiet_libraries
 
 if TYPE_CHECKING:
@@ -69,9 +69,10 @@ def command(
         "batch_size": batch_size,
         "seed": seed,
     }
+    with bad_input(), writing():
+        out.mkdir(parents=True, exist_ok=True)  # before the work, so that none is lost
     with bad_input():
         report = run(settings_of(settings, given), dump=dump, hidden=hidden)
-    out.mkdir(parents=True, exist_ok=True)
     json_path = out / "probe.json"
     import json
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from verl_tim.commands.output import bad_input, print_json, stderr, stdout, table
+from verl_tim.commands.output import bad_input, print_json, stderr, stdout, table, writing
 
 NAME = "report"
 HELP = (
@@ -40,7 +40,8 @@ def command(
             raise LaunchError.of("RUN", str(error), "give a run folder: what tim.run_dir named") from error
         except TokenDumpError as error:
             raise LaunchError.of("--step", str(error), "leave --step out, or name dumped steps") from error
-    json_path, html_path = report.write(out)
+    with bad_input(), writing():
+        json_path, html_path = report.write(out)
     if as_json:
         print_json(report.to_dict())
     else:

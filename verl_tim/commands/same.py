@@ -53,7 +53,14 @@ def _print(answer: Sameness) -> None:
     from verl_tim.diagnosis.compare import shown
 
     rows = [
-        (section.name, section.note or f"{section.compared:,} {section.unit}", f"{section.differing:,}")
+        (
+            section.name,
+            "; ".join(
+                [f"{section.compared:,} {section.unit}"] * (not section.note or section.compared > 0)
+                + [section.note] * bool(section.note)
+            ),
+            f"{section.differing:,}",
+        )
         for section in answer.sections
     ]
     title = "Every bit that was compared is equal" if answer.equal else "The runs differ"

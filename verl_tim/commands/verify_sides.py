@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl_tim.commands.output import print_json, stderr, stdout
+from verl_tim.commands.output import print_json, stderr, stdout, writing
 from verl_tim.commands.quiet import quiet_libraries
 from verl_tim.commands.verify import Target, planted, prompts_of, resolve
 
@@ -155,7 +155,8 @@ def compare_layers(options: Options, out: Path, as_json: bool) -> int:
         raise LaunchError.of("MODEL", "a dump is of one model", "give its folder (or its run) beside --dump")
     reports: list[dict[str, Any]] = []
     failed = False
-    out.mkdir(parents=True, exist_ok=True)
+    with writing():
+        out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="verl-tim-layers-") as work, fault:
         with quiet_libraries():
             targets = _resolved(options, options.subjects, Path(work))

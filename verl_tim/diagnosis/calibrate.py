@@ -24,6 +24,7 @@ from verl_tim.correction.rules import rule_names, takes_band
 from verl_tim.correction.tokens import prepare_tokens
 from verl_tim.diagnosis.dumped import Dumped
 from verl_tim.diagnosis.halves import CalibrationError, Half, enough, halves, part_of
+from verl_tim.diagnosis.manifest import MANIFEST_NAME, Manifest
 
 # Tokens that a threshold would reject, as shares: from a little below what is allowed to far above.
 SHARES = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.007, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.4)
@@ -197,9 +198,10 @@ def calibrate(
         rules: of `calibrated_rules`; None: all of them.
         steps: dumped steps to read; None: all.
     Raises:
-        CalibrationError: a share or rule that is none, too little data, log-probs that were not recorded, or runs in
-            the other order.
+        CalibrationError: a share or rule that is none, too little data, log-probs that were not recorded, runs of
+            different models, or runs in the other order.
         TokenDumpError: no dumps, or damaged ones.
+        ManifestError: a broken manifest.
     """
     if not 0 < max_share < 1:
         raise CalibrationError(f"--max-share is {max_share}: give a share between 0 and 1, for example 0.01")
@@ -208,6 +210,7 @@ def calibrate(
     unknown = [rule for rule in rules if rule not in known]
     if unknown or not rules:
         raise CalibrationError(f"rule {unknown[0] if unknown else None!r} is none of {', '.join(known)}")
+    notes = _one_setup(Path(mismatch_run), Path(exact_run))
     mismatch, exact = Dumped.read(mismatch_run, steps), Dumped.read(exact_run, steps)
     fit, check = halves(mismatch)
     reference = part_of(exact, np.ones(exact.sequences, bool))
@@ -220,7 +223,6 @@ def calibrate(
         )
     if largest[mismatch.path] == 0:
         raise CalibrationError(f"{mismatch.path} has no mismatch at all: there is nothing to choose a threshold from")
-    notes = []
     if largest[exact.path] > 0:
         notes.append(f"{exact.path.name} is not exact: |d| up to {largest[exact.path]:.3g} nats.")
 
@@ -255,6 +257,29 @@ def calibrate(
         exact_tokens=reference.tokens,
         notes=notes,
     )
+
+
+def _one_setup(mismatch_run: Path, exact_run: Path) -> list[str]:
+    """Notes on what the manifests say of the two runs.
+
+    Raises:
+        CalibrationError: their models differ, so that what one rejects says nothing of the other.
+    """
+    manifests = {path: Manifest.read(path) for path in (mismatch_run, exact_run) if (path / MANIFEST_NAME).is_file()}
+    unknown = [path.name for path in (mismatch_run, exact_run) if path not in manifests]
+    if unknown:
+        return [f"No manifest in {', '.join(unknown)}: whether both runs have one model is not known."]
+    one, other = (
+        {"architecture": m.trainer.facts.model.get("architecture"), "parameters": m.parameters, "task": m.run.task}
+        for m in manifests.values()
+    )
+    differing = [f"{key} {one[key]!r} and {other[key]!r}" for key in one if one[key] != other[key]]
+    if any(one[key] != other[key] for key in ("architecture", "parameters")):
+        raise CalibrationError(
+            f"{mismatch_run} and {exact_run} are runs of different models ({', '.join(differing)}): give two runs of "
+            "one recipe that differ in the rollout"
+        )
+    return [f"The runs differ in more than the rollout: {', '.join(differing)}."] if differing else []
 
 
 def choose(candidates: Sequence[Candidate], none: Figures) -> Candidate | None:

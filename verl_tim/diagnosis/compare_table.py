@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Group
 from rich.padding import Padding
 from rich.table import Table
@@ -12,6 +13,8 @@ from rich.text import Text
 from verl_tim.diagnosis.compare import NO_BASELINE, Comparison, shown
 from verl_tim.diagnosis.early_warning import Departure
 from verl_tim.diagnosis.formats import short, written
+
+NAME_WIDTH = 6  # at least so many letters of a name stand on one line
 
 
 def comparison_table(comparison: Comparison) -> Group:
@@ -23,14 +26,21 @@ def comparison_table(comparison: Comparison) -> Group:
     parts += _differences(comparison)
     if len(comparison.groups) > 1:
         parts.append(_early_warning(comparison))
+    rows = [
+        (row.label, *(written(value, row.kind) for values in row.values for value in values))
+        for row in comparison.summary()
+    ]
+    # A long name folds to the width of its numbers: it must push no number out of a narrow terminal.
+    widths = [max((cell_len(cell) for cell in cells), default=0) for cells in zip(*rows, strict=True)]
     table = Table(title_justify="left")
-    table.add_column("")
-    for group in comparison.groups:
-        for at, heading in enumerate(("first", "last", "mean")):
-            title = f"{group.name}\n{heading}" if at == 0 else f"\n{heading}"
-            table.add_column(title, justify="right", no_wrap=True)
-    for row in comparison.summary():
-        table.add_row(row.label, *(written(value, row.kind) for values in row.values for value in values))
+    table.add_column("", no_wrap=True)
+    for number, group in enumerate(comparison.groups):
+        fold = max([NAME_WIDTH, *widths[3 * number + 1 :][:1]])
+        name = "\n".join(group.name[at : at + fold] for at in range(0, len(group.name), fold))
+        for title in (f"{name}\nfirst", "last", "mean"):
+            table.add_column(title, justify="right", no_wrap=True, vertical="bottom")
+    for row in rows:
+        table.add_row(*row)
     parts.append(table)
     return Group(*parts)
 

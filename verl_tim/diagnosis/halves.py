@@ -61,7 +61,9 @@ class Half:
 def halves(run: Dumped) -> tuple[Half, Half]:
     """The sequences of a seeded half of the prompts, and of the other half."""
     first = run.tokens.drop_duplicates("sequence")
-    prompts, prompt_R = np.unique(first["step"].astype(str) + "/" + first["uid"].astype(str), return_inverse=True)
+    # by the prompt's number: verl's uid is drawn at random, and with it as the key the halves of two equal runs differ
+    prompts, prompt_R = np.unique(first[["step", "group"]].to_numpy(), axis=0, return_inverse=True)
+    prompt_R = prompt_R.reshape(-1)  # NumPy 2.0 gives it another shape
     chosen = np.zeros(len(prompts), bool)
     chosen[np.random.default_rng(SEED).permutation(len(prompts))[: len(prompts) // 2]] = True
     return part_of(run, chosen[prompt_R]), part_of(run, ~chosen[prompt_R])

@@ -287,7 +287,7 @@ class Manifest:
             path = path / MANIFEST_NAME
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise ManifestError(f"{path} is not JSON: {error}") from error
         try:
             return cls.of_dict(content)

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+MAX_STEP = 2**31 - 1  # a dump's column `step` is int32
+
 
 class RunFolderError(ValueError):
     """A run folder that cannot be used as asked; the message says what to change."""
@@ -119,9 +121,14 @@ def read_metrics_file(path: Path) -> tuple[list[Record], bool]:
     entries, torn = read_json_lines(path)
     for number, entry in entries:
         step, data = entry.get("step"), entry.get("data")
-        if not isinstance(step, int) or isinstance(step, bool) or not isinstance(data, dict):
+        if not isinstance(step, int) or isinstance(step, bool) or not isinstance(data, dict) or abs(step) > MAX_STEP:
             raise RunFolderError(f'{path}:{number} is not a metrics line: expected {{"step": n, "data": {{...}}}}')
         numbers = {name: value for name, value in data.items() if value is None or isinstance(value, (int, float))}
-        finite = {name: float(value) for name, value in numbers.items() if value is not None and math.isfinite(value)}
+        try:
+            finite = {
+                name: float(value) for name, value in numbers.items() if value is not None and math.isfinite(value)
+            }
+        except OverflowError as error:
+            raise RunFolderError(f"{path}:{number} holds a whole number beyond float64: the file is corrupt") from error
         records.append(Record(step, finite, tuple(name for name in numbers if name not in finite)))
     return records, torn

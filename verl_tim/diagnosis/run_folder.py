@@ -182,14 +182,14 @@ class RunFolder:
         """The resolved config, or None if the folder has none.
 
         Raises:
-            RunFolderError: not readable as a YAML mapping.
+            RunFolderError: not readable as a YAML mapping in UTF-8.
         """
         file = self.path / CONFIG_NAME
         if not file.exists():
             return None
         try:
             content = yaml.safe_load(file.read_text(encoding="utf-8"))
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise RunFolderError(f"{file} is not YAML: {error}") from error
         if not isinstance(content, dict):
             raise RunFolderError(f"{file} must hold a mapping, got {type(content).__name__}")
@@ -245,6 +245,10 @@ def _read_samples(file: Path) -> list[Sample]:
         missing = [key for key in ("step", "prompt", "response") if key not in entry]
         if missing:
             raise RunFolderError(f"{file}:{number} lacks {', '.join(missing)}")
+        kinds = {"step": int, "prompt": str, "response": str, "extra": dict}
+        wrong = [key for key, kind in kinds.items() if key in entry and not isinstance(entry[key], kind)]
+        if wrong:
+            raise RunFolderError(f"{file}:{number}: {wrong[0]} must be of type {kinds[wrong[0]].__name__}")
         own = {key: value for key, value in entry.items() if key in known}
         extra = {key: value for key, value in entry.items() if key not in known and key != "extra"}
         samples.append(Sample(**own, extra={**entry.get("extra", {}), **extra}))

@@ -116,10 +116,12 @@ def same_runs(first: str | Path, second: str | Path) -> Sameness:
     """Compare two run folders bit for bit.
 
     Raises:
-        RunFolderError: a folder holds no run, or one without metrics, or a file in it is corrupt.
+        RunFolderError: one folder twice, one that holds no run or no metrics, or a file in it is corrupt.
         TokenDumpError, ManifestError: a damaged token dump or manifest.
     """
     runs = (RunFolder(first), RunFolder(second))
+    if runs[0].path.resolve() == runs[1].path.resolve():
+        raise RunFolderError(f"run folder given twice: {runs[0].path}; it equals itself, which says nothing")
     logs = (runs[0].metrics(), runs[1].metrics())
     for run, log in zip(runs, logs, strict=True):
         if not log.steps:
@@ -181,7 +183,10 @@ def _metrics(first: MetricLog, second: MetricLog) -> Section:
             tally.count(1)
             if _bits(a) != _bits(b):
                 tally.differs(step, name, (_float(a), _float(b)))
-    return tally.section()
+    torn = [which for which, log in zip(("first", "second"), (first, second), strict=True) if log.torn]
+    return tally.section(
+        f"the last line of the {' and the '.join(torn)} run's metrics is cut off and was not compared" if torn else ""
+    )
 
 
 def _samples(first: RunFolder, second: RunFolder) -> Section:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from verl_tim.diagnosis.manifest import flatten
 from verl_tim.diagnosis.metric_log import RunFolderError
 from verl_tim.diagnosis.run_folder import RunFolder
 
@@ -39,11 +40,8 @@ def checkpoint_files(run: RunFolder) -> dict[int, dict[str, Path]]:
 
 def _folder_of(run: RunFolder, keys: Sequence[str], default: str) -> Path:
     """The folder that a key of the run's config names, also after the run folder was moved."""
-    config = run.config() or {}
-    stated: Any = config
-    for key in keys:
-        stated = (stated or {}).get(key)
-    was = (config.get("tim") or {}).get("run_dir")
+    config = flatten(run.config() or {})
+    stated, was = config.get(".".join(keys)), config.get("tim.run_dir")
     if not stated:
         return run.path / default
     folder = Path(stated)

@@ -8,6 +8,7 @@ docs/running.md.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ import pyarrow.parquet as pq
 
 FORMAT = "1"
 FOLDER = "tokens"
+_NAME = re.compile(r"step_(\d{6,})\.parquet", re.ASCII)
 
 _FIELDS = (
     ("step", pa.int32()),
@@ -190,14 +192,16 @@ def write_step(
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     written = path.with_suffix(".writing")
-    pq.write_table(table.replace_schema_metadata(metadata), written, compression="zstd")
+    # Arrow's zstd frames have no checksum, so that without those of the pages a flipped bit is read as another number.
+    pq.write_table(table.replace_schema_metadata(metadata), written, compression="zstd", write_page_checksum=True)
     written.replace(path)  # a reader never meets half a file
     return path
 
 
 def dumped_steps(run_dir: str | Path) -> list[int]:
-    """Steps with a dump, ascending."""
-    return sorted(int(path.stem.removeprefix("step_")) for path in (Path(run_dir) / FOLDER).glob("step_*.parquet"))
+    """Steps with a dump, ascending. Files of other names (copies, say) are none."""
+    matches = (_NAME.fullmatch(path.name) for path in (Path(run_dir) / FOLDER).glob("step_*.parquet"))
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def read_dumps(run_dir: str | Path, steps: Iterable[int] | None = None) -> pa.Table:
@@ -237,12 +241,21 @@ def read_dumps(run_dir: str | Path, steps: Iterable[int] | None = None) -> pa.Ta
 
 def _read(path: Path) -> pa.Table:
     try:
-        table = pq.read_table(path)
-    except (OSError, pa.ArrowInvalid) as error:
+        table = pq.read_table(path, page_checksum_verification=True)
+        # numbers are checked by their pages' sums; a text of an older dump may hold anything
+        table.validate(full=True)
+        metadata = {key.decode(): value.decode() for key, value in (table.schema.metadata or {}).items()}
+    except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
         raise TokenDumpError(f"{path} cannot be read ({error}): delete it, or name the steps to read") from error
-    version = (table.schema.metadata or {}).get(b"format", b"none").decode()
+    version = metadata.get("format", "none")
     if version != FORMAT:
         raise TokenDumpError(f"{path} has format {version}, this version of verl_tim reads format {FORMAT}")
     if not table.schema.equals(SCHEMA):
         raise TokenDumpError(f"{path} has other columns than format {FORMAT}: {', '.join(table.column_names)}")
+    try:
+        json.loads(metadata["layers"]), int(metadata["top_k"]), json.loads(metadata["correction"])
+    except (KeyError, ValueError) as error:
+        raise TokenDumpError(
+            f"{path}: its description is damaged ({error!r}): delete it, or name the steps to read"
+        ) from error
     return table

@@ -67,7 +67,7 @@ def read_tensorboard_metrics(folder: Path) -> MetricLog | None:
     """The log from TensorBoard event files; None where the folder has none.
 
     Raises:
-        RunFolderError: several event folders, or the package tensorboard is missing.
+        RunFolderError: several event folders, a corrupt file, or the package tensorboard is missing.
     """
     events = tensorboard_folder(folder)
     if events is None:
@@ -77,6 +77,7 @@ def read_tensorboard_metrics(folder: Path) -> MetricLog | None:
         from tensorboard.util.tensor_util import make_ndarray
     except ImportError as error:
         raise RunFolderError(f"{events} holds TensorBoard events: pip install tensorboard to read them") from error
+    torn = [_check_events(path) for path in sorted(events.glob(EVENTS))]
     accumulator = EventAccumulator(str(events), size_guidance={SCALARS: 0, TENSORS: 0})
     accumulator.Reload()
     tags = accumulator.Tags()
@@ -86,7 +87,31 @@ def read_tensorboard_metrics(folder: Path) -> MetricLog | None:
             value = make_ndarray(event.tensor_proto)
             if value.size == 1 and value.dtype.kind in "fiu":
                 points.append((event.step, name, float(value.reshape(()))))
-    return MetricLog.merged(_record(step, {name: value}) for step, name, value in points)
+    return MetricLog.merged((_record(step, {name: value}) for step, name, value in points), any(torn))
+
+
+def _check_events(path: Path) -> bool:
+    """Whether an event file ends within a record (a run that was killed or is still going).
+
+    TensorBoard's reader stops at a record whose checksum does not hold and says nothing of those behind it. So what it
+    reads is counted against what the file's framing holds: length (8 bytes), its checksum (4), data, checksum (4).
+
+    Raises:
+        RunFolderError: the reader stops before the end.
+    """
+    from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+
+    content = path.read_bytes()
+    at = whole = 0
+    while at + 8 <= len(content):
+        end = at + 16 + int.from_bytes(content[at : at + 8], "little")
+        if end > len(content):
+            break
+        at, whole = end, whole + 1
+    read = sum(1 for _ in RawEventFileLoader(str(path)).Load()) if whole else 0
+    if read < whole:
+        raise RunFolderError(f"{path} is corrupt: record {read + 1} of {whole} cannot be read")
+    return at < len(content)
 
 
 def read_wandb_metrics(folder: Path) -> MetricLog | None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 import torch
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor
@@ -211,7 +212,9 @@ class LayerReport:
 
     def table(self) -> Table:
         """For the terminal."""
-        table = Table(title=f"{self.rollout} against {self.trainer}, {self.tokens:,} tokens", title_justify="left")
+        title = f"{self.rollout} against {self.trainer}, {self.tokens:,} tokens"
+        # without vertical lines, so that 80 columns hold numbers and readable names
+        table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
         for at, heading in enumerate(HEADINGS):
             table.add_column(heading, no_wrap=at > 2, overflow="fold", justify="left" if at < 3 else "right")
         for op in self.ops:
