@@ -284,6 +284,14 @@ def test_an_exact_fraction_of_one_with_a_difference_is_a_mismatch():
     assert exactness(MetricLog(records)).kind == "mismatch"
 
 
+@pytest.mark.parametrize("name", ["tim/exact_fraction", "tim/delta_abs_max"])
+def test_a_step_whose_difference_is_not_finite_is_not_exact(name):
+    exact = {"tim/exact_fraction": 1.0, "tim/delta_abs_max": 0.0, "tim/valid_tokens": 5.0}
+    spoilt = {key: value for key, value in exact.items() if key != name}
+    state = exactness(MetricLog([Record(1, exact), Record(2, spoilt, nonfinite=(name,))]))
+    assert (state.kind, state.first_step, state.steps) == ("mismatch", 2, 2)
+
+
 def test_exactness_weighs_tokens_and_says_when_bits_were_not_compared():
     state = exactness(
         MetricLog(

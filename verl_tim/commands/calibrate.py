@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from verl_tim.commands.output import bad_input, print_json, stderr, stdout, table, writing
+from verl_tim.commands.output import bad_input, print_json, report, stderr, stdout, table, writing
 
 NAME = "calibrate"
 HELP = (
@@ -40,7 +40,7 @@ def command(
     from verl_tim.diagnosis.formats import percent, short
     from verl_tim.diagnosis.manifest import ManifestError
     from verl_tim.diagnosis.token_dump import TokenDumpError
-    from verl_tim.launch.errors import LaunchError
+    from verl_tim.launch.errors import Finding, LaunchError
 
     with bad_input():
         try:
@@ -66,12 +66,14 @@ def command(
         table(f"The best admitted threshold of each rule: {found.criterion()}", columns, rows)
         for note in found.notes:
             stderr().print(f"- {note}", style="yellow")
-    with bad_input():
-        label = re.sub(r"\W+", "_", name or mismatch_run.absolute().name)
+    label = re.sub(r"\W+", "_", name or mismatch_run.absolute().name)
+    with bad_input(), writing():
         try:
             path = found.write_yaml(out.absolute(), f"calibrated_{label}", weights=weights)
         except CalibrationError as error:
-            raise LaunchError.of("calibrate", str(error), f"the curves are in {out / 'calibrate.html'}") from error
+            # an answer, and no bad input: the right correction is none
+            report([Finding("calibrate", str(error), f"the curves are in {out / 'calibrate.html'}")], colour="yellow")
+            raise typer.Exit(1) from None
     stderr().print(f"correction: {path}", soft_wrap=True)
     if not as_json:
         stdout().print(f"\nUse it with\n  {how_to_use(path)}", soft_wrap=True, markup=False)

@@ -48,17 +48,23 @@ class Exactness:
 
 
 def exactness(log: MetricLog) -> Exactness:
-    """Read a run's exactness from its `tim/*` metrics."""
+    """Read a run's exactness from its `tim/*` metrics. A step at which they were not finite is no exact one."""
     fraction = dict(zip(*log.series(EXACT_FRACTION[0]), strict=True))
     largest = dict(zip(*log.series(DELTA_MAX[0]), strict=True))
     means = dict(zip(*log.series(DELTA_MEAN[0]), strict=True))
-    steps = sorted(fraction.keys() | largest.keys())
+    nonfinite = log.nonfinite()
+    unreadable = {step for name in (EXACT_FRACTION[0], DELTA_MAX[0]) for step in nonfinite.get(name, ())}
+    steps = sorted(fraction.keys() | largest.keys() | unreadable)
     if not steps:
         return Exactness("unmeasured")
     tokens = dict(zip(*log.series("tim/valid_tokens"), strict=True))
     weighted = all(step in tokens for step in steps)
     weight = {step: tokens[step] if weighted else 1.0 for step in steps}
-    broken = [step for step in steps if fraction.get(step, 1.0) != 1.0 or largest.get(step, 0.0) != 0.0]
+    broken = [
+        step
+        for step in steps
+        if step in unreadable or fraction.get(step, 1.0) != 1.0 or largest.get(step, 0.0) != 0.0
+    ]
 
     def mean_over_tokens(values: dict[int, float]) -> float | None:
         total = sum(weight[step] for step in values)
