@@ -61,9 +61,7 @@ def exactness(log: MetricLog) -> Exactness:
     weighted = all(step in tokens for step in steps)
     weight = {step: tokens[step] if weighted else 1.0 for step in steps}
     broken = [
-        step
-        for step in steps
-        if step in unreadable or fraction.get(step, 1.0) != 1.0 or largest.get(step, 0.0) != 0.0
+        step for step in steps if step in unreadable or fraction.get(step, 1.0) != 1.0 or largest.get(step, 0.0) != 0.0
     ]
 
     def mean_over_tokens(values: dict[int, float]) -> float | None:
