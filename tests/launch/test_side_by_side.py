@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import sys
 import textwrap
 import time
@@ -188,25 +189,27 @@ def test_runs_in_one_cluster_are_refused(verl, tmp_path, monkeypatch):
     assert run(*joining, at_once=1)[1] == 0
 
 
-def test_ctrl_c_ends_all_of_them(verl, tmp_path):
+@pytest.fixture
+def heard_interrupts():
+    """A background job of a shell ignores SIGINT, and these tests may run in one."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_ends_all_of_them(verl, tmp_path, heard_interrupts):
     verl(steps=2, pause=30)
     root = tmp_path / "runs"
     matrix, configs = matrix_of(root, "a", "b")
 
-    def interrupt(states):
-        if sum(state.state is State.RUNNING for state in states) == 2 and len(list(root.glob("*/pids"))) == 2:
-            os.kill(os.getpid(), 2)
-
     # on_change is called at the starts only, so the second start's call may come before its script has begun
-    calls = []
-
     def on_change(states):
-        calls.append(states)
         if sum(state.state is State.RUNNING for state in states) == 2:
-            deadline = time.monotonic() + 20
-            while len(list(root.glob("*/span"))) < 2 and time.monotonic() < deadline:
+            deadline = time.monotonic() + 60
+            while len(list(root.glob("*/span"))) < 2:
+                assert time.monotonic() < deadline, "the two scripts did not begin"
                 time.sleep(0.05)
-            interrupt(states)
+            os.kill(os.getpid(), signal.SIGINT)
 
     states, code = run_side_by_side(matrix, configs, at_once=2, seconds=None, on_change=on_change)
     assert code == 130

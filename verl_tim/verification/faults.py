@@ -157,8 +157,8 @@ def rerouted_recomputation() -> Iterator[None]:
     """Gradient checkpointing routes anew, and sends every token to other experts than the forward did."""
 
     def make(original: Callable[..., Routes]) -> Callable[..., Routes]:
-        def router(x_TD: Tensor, weight_ED: Tensor, top_k: int, normalise: bool) -> Routes:
-            routes = original(x_TD, weight_ED, top_k, normalise)
+        def router(x_TD: Tensor, weight_ED: Tensor, *args: Any) -> Routes:
+            routes = original(x_TD, weight_ED, *args)
             if torch._C._current_graph_task_id() == -1:  # not inside a backward
                 return routes
             return Routes((routes.expert_TK + 1) % weight_ED.shape[0], routes.weight_TK)
