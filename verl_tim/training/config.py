@@ -25,7 +25,7 @@ Every key may be left out. The workers never see this group: verl hands them `ac
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -272,8 +272,18 @@ def uses_verl_tim(config: DictConfig | Mapping[str, Any]) -> bool:
         or _select(config, "actor_rollout_ref.rollout.name") in ROLLOUTS
         or _select(config, BACKEND_KEY) == CONTRACT_BACKEND
         or _select(config, "actor_rollout_ref.model.external_lib") in EXTERNAL_LIBS
-        or asks_for_replay(lambda key, default: default if (value := _select(config, key)) is None else value)
+        or asks_for_replay(reader(config))
     )
+
+
+def reader(config: DictConfig | Mapping[str, Any]) -> Callable[..., Any]:
+    """`get(key, default=None)` of a config: a dotted key's value; the default where it is absent, null or not set."""
+
+    def get(key: str, default: Any = None) -> Any:
+        value = _select(config, key)
+        return default if value is None else value
+
+    return get
 
 
 def _select(config: DictConfig | Mapping[str, Any], key: str) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl_tim.correction import ConfigError, RolloutCorrectionConfig
-from verl_tim.training.config import EXTERNAL_LIB, EXTERNAL_LIBS
+from verl_tim.training.config import EXTERNAL_LIB, EXTERNAL_LIBS, reader
 from verl_tim.training.correction_config import (
     AGGREGATION_KEY,
     CORRECTION_KEY,
@@ -38,11 +38,7 @@ _SCHEDULE_KEYS = (
 
 def correction_findings(config: DictConfig) -> list[Finding]:
     """Every setting of a run config under which the correction could not do what it says."""
-
-    def get(key: str, default: Any = None) -> Any:
-        value = OmegaConf.select(config, key, default=default, throw_on_missing=False)
-        return default if value is None else value
-
+    get = reader(config)
     try:
         correction = of_run(config)
     except ConfigError as error:

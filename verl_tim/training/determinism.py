@@ -17,7 +17,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from verl_tim.numerics.determinism import DROPOUT_SUFFIXES
-from verl_tim.training.config import DETERMINISTIC_LIB, EXTERNAL_LIB, ROLLOUTS, WORKER_ENVIRONMENT
+from verl_tim.training.config import DETERMINISTIC_LIB, EXTERNAL_LIB, ROLLOUTS, WORKER_ENVIRONMENT, reader
 from verl_tim.training.finding import Finding
 
 SWITCH = "tim.deterministic"
@@ -243,13 +243,7 @@ def _dropout(get: Callable[..., Any]) -> Iterator[Finding]:
 
 
 def _getter(config: DictConfig | Mapping[str, Any]) -> Callable[..., Any]:
-    made = config if isinstance(config, DictConfig) else OmegaConf.create(dict(config))
-
-    def get(key: str, default: Any = None) -> Any:
-        value = OmegaConf.select(made, key, throw_on_missing=False)
-        return default if value is None else value
-
-    return get
+    return reader(config if isinstance(config, DictConfig) else OmegaConf.create(dict(config)))
 
 
 def _parent_exists(config: DictConfig, key: str) -> bool:

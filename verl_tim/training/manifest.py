@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from verl_tim.diagnosis.config_diff import correction_name
 from verl_tim.diagnosis.manifest import Manifest
 from verl_tim.diagnosis.run_folder import attempt_number
-from verl_tim.training.config import ROLLOUTS, TimConfig
+from verl_tim.training.config import ROLLOUTS, TimConfig, reader
 from verl_tim.training.pairing import check_pairing
 from verl_tim.training.processes import RunProcesses, server_name, servers_of, trainer_name
 from verl_tim.training.replay_config import mode_of_run
@@ -53,11 +53,7 @@ def run_manifest(
 
 
 def _routing_replay(config: Any) -> str | None:
-    def get(key: str, default: Any) -> Any:
-        value = OmegaConf.select(config, key, throw_on_missing=False)
-        return default if value is None else value
-
-    mode = mode_of_run(get)
+    mode = mode_of_run(reader(config))
     return None if mode == "off" else mode
 
 

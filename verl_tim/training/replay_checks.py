@@ -7,11 +7,11 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from verl_tim.correction import ConfigError
 from verl_tim.replay.routers import NUM_EXPERTS
-from verl_tim.training.config import BACKEND_KEY, CONTRACT_BACKEND, EXTERNAL_LIB, EXTERNAL_LIBS
+from verl_tim.training.config import BACKEND_KEY, CONTRACT_BACKEND, EXTERNAL_LIB, EXTERNAL_LIBS, reader
 from verl_tim.training.correction_config import CORRECTION_KEY, of_run
 from verl_tim.training.finding import Finding
 from verl_tim.training.replay_config import (
@@ -44,11 +44,7 @@ def replay_findings(config: DictConfig, *, cpu_only: bool) -> Iterator[Finding]:
     Args:
         cpu_only: the run has no accelerator.
     """
-
-    def get(key: str, default: Any = None) -> Any:
-        value = OmegaConf.select(config, key, default=default, throw_on_missing=False)
-        return default if value is None else value
-
+    get = reader(config)
     if not asks_for_replay(get):
         return
     strategy = get(STRATEGY_KEY, "fsdp")

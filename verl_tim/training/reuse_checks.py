@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from verl_tim.correction import ConfigError, RolloutCorrectionConfig
-from verl_tim.training.config import BACKEND_KEY, CONTRACT_BACKEND
+from verl_tim.training.config import BACKEND_KEY, CONTRACT_BACKEND, reader
 from verl_tim.training.correction_config import CORRECTION_KEY, of_run
 from verl_tim.training.finding import Finding
 from verl_tim.training.replay_config import REPLAY_KEY, UNREAD_KEYS
@@ -22,11 +22,7 @@ _SKIP_KEYS = tuple(f"skip.{name}.enable" for name in ("rollout", "rollout_tq", "
 
 def reuse_findings(config: DictConfig) -> Iterator[Finding]:
     """Every setting of a run config under which reuse would not be recomputation; nothing where it is off."""
-
-    def get(key: str, default: Any = None) -> Any:
-        value = OmegaConf.select(config, key, default=default, throw_on_missing=False)
-        return default if value is None else value
-
+    get = reader(config)
     if get(ENABLED_KEY, False) is not True:
         return
     yield from _pair(get)
