@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.training.tiny import model_folder
+from tests.training.tiny import model_folder, parquet
 
 
 @pytest.fixture(autouse=True)
@@ -28,6 +28,15 @@ def folders(tmp_path_factory):
             made[name] = str(model_folder(tmp_path_factory.mktemp(name), kind, tied=tied))
         return made[name]
 
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Folder with train.parquet and val.parquet, for real runs."""
+    folder = tmp_path_factory.mktemp("data")
+    parquet(folder / "train.parquet", 64)
+    parquet(folder / "val.parquet", 8, split="test", seed=1)
     return folder
 
 

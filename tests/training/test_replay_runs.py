@@ -6,7 +6,6 @@ import json
 
 import pytest
 
-from tests.training.tiny import parquet
 from tests.training.verl_run import CONTRACT, run_verl
 from verl_tim.training.accelerator import host_has_accelerator
 
@@ -30,14 +29,6 @@ FLOAT32 = (
     "+actor_rollout_ref.actor.fsdp_config.mixed_precision={param_dtype: fp32, reduce_dtype: fp32, buffer_dtype: fp32}",
 )
 POOL = "{page_size: 8, kv_cache_tokens: 176, enable_prefix_cache: true}"  # small enough to preempt
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
-    parquet(folder / "train.parquet", 64)
-    parquet(folder / "val.parquet", 8, split="test", seed=1)
-    return folder
 
 
 def assert_replayed(run, mode, steps=2):

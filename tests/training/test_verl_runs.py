@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import pytest
 
-from tests.training.tiny import parquet
 from tests.training.verl_run import CONTRACT, FP32, run_verl
 from verl_tim.training.accelerator import host_has_accelerator
 
@@ -22,14 +21,6 @@ pytestmark = [
     pytest.mark.timeout(1200),
     pytest.mark.skipif(host_has_accelerator(), reason="these runs are for a CPU"),
 ]
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("data")
-    parquet(folder / "train.parquet", 64)
-    parquet(folder / "val.parquet", 8, split="test", seed=1)
-    return folder
 
 
 def assert_exact(run, steps=3):
