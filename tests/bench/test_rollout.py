@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from tests.engine.tiny_models import save
 from verl_tim.bench import rollout
-from verl_tim.bench.rollout import WORKLOADS, Figures, Load
+from verl_tim.bench.rollout import WORKLOADS, Figures, Load, Split
 from verl_tim.cli import app
 from verl_tim.models import load_model_config
 from verl_tim.tasks.random_model import hf_config
@@ -52,11 +52,16 @@ def test_figures_are_of_the_median():
 
 def test_a_peer_gives_the_ratio(tmp_path):
     load = Load(2, 3, 4)
-    rows = [Figures("vexact", load, [1.0]), Figures("vllm", load, [2.0]), Figures("stock", load, problem="broken")]
+    rows = [
+        Figures("vexact", load, seconds=[1.0]),
+        Figures("vllm", load, Split(tensor=2), seconds=[4.0]),
+        Figures("vllm", load, seconds=[2.0]),
+        Figures("stock", load, problem="broken"),
+    ]
     entries = rollout.as_json(rows, config_of("qwen3-0.6b", tmp_path), H200)
-    assert [entry["over_vllm"] for entry in entries] == [2.0, 1.0, None]
+    assert [entry["over_vllm"] for entry in entries] == [2.0, 0.5, 1.0, None], "of vLLM's fastest split"
     assert entries[0]["share_of_floor"] == 8 / entries[0]["floor_tokens_per_second"]
-    assert entries[2]["share_of_floor"] is None
+    assert entries[3]["share_of_floor"] is None
 
 
 @pytest.mark.parametrize("text", ["", "1x2", "0x1x1", "axbxc", "1x2x3x4"])
@@ -105,13 +110,68 @@ def test_unknown_names_are_refused():
         assert wrong[0] in result.stderr
 
 
-def test_an_engine_on_two_ranks(tiny):
-    asked = ["bench", "rollout", "--model", str(tiny), "--load", "3x9x6", "--device", "cpu", "--repeats", "1", "--json"]
-    result = CliRunner().invoke(app, [*asked, "--engine", "vexact", "--tensor-parallel", "2"])
+@pytest.mark.parametrize("form", ["tp2", "dp2"])
+def test_an_engine_on_two_ranks(tiny, form):
+    asked = ["bench", "rollout", "--model", str(tiny), "--load", "3x9x6", "--device", "cpu", "--repeats", "2", "--json"]
+    result = CliRunner().invoke(app, [*asked, "--engine", f"vexact:{form}", "--bandwidth", "1e-6"])
     assert result.exit_code == 0, result.stdout
-    told = json.loads(result.stdout)
-    assert told["split"] == [2, 1]
-    assert told["models"][0]["rows"][0]["tokens_per_second"] > 0
-    result = CliRunner().invoke(app, [*asked, "--engine", "stock", "--pipeline-parallel", "2"])
+    (row,) = json.loads(result.stdout)["models"][0]["rows"]
+    assert row["engine"] == f"vexact:{form}"
+    assert len(row["seconds"]) == 2
+    assert row["tokens_per_second"] == pytest.approx(18 / (sum(row["seconds"]) / 2))
+    # the floor of one device, doubled: all weights are read by each replica, a share of them by each rank
+    shares, each = ([Load(2, 9, 6), Load(1, 9, 6)], 1.0) if form == "dp2" else ([Load(3, 9, 6)], 2.0)
+    config = load_model_config(tiny)
+    assert row["floor_tokens_per_second"] == pytest.approx(
+        sum(rollout.floor_tokens_per_second(config, share, each * 1e6) for share in shares)
+    )
+
+
+def test_a_replica_that_fails_ends_the_others(tiny, monkeypatch):
+    start = rollout._start
+
+    def one_broken(place, replica, spec, split):
+        return start(place, replica, {**spec, "folder": "/nowhere"} if replica else spec, split)
+
+    monkeypatch.setattr(rollout, "_start", one_broken)
+    (row,) = rollout.run(
+        tiny, [("vexact", Split(data=2))], [Load(2, 4, 4)], device="cpu", repeats=1, memory=0.5
+    )  # fmt: skip
+    assert row.seconds == []
+    assert row.problem.startswith("exit code 1"), row.problem
+    assert "/nowhere" in row.problem
+
+
+@pytest.mark.parametrize(
+    ("text", "split"),
+    [("tp1", Split()), ("tp2", Split(2)), ("pp4", Split(1, 4)), ("dp8", Split(data=8)), ("tp2dp2", Split(2, 1, 2))],
+)
+def test_a_split_is_read_as_it_is_written(text, split):
+    assert Split.parse(text) == split
+    assert str(split) == text
+
+
+@pytest.mark.parametrize("text", ["", "2", "tp", "tp0", "tp2tp2", "ep2", "tp2-pp2", " tp2"])
+def test_another_split_is_refused(text):
+    with pytest.raises(ValueError, match="tpN"):
+        Split.parse(text)
+    result = CliRunner().invoke(app, ["bench", "rollout", "--device", "cpu", "--engine", f"vexact:{text}"])
+    assert result.exit_code == 2
+    assert "--engine" in result.stderr
+
+
+def test_requests_are_shared():
+    assert [share.requests for share in Split(data=3).shares(Load(8, 1, 1))] == [3, 3, 2]
+
+
+def test_each_replica_needs_a_request(tiny):
+    asked = ["bench", "rollout", "--model", str(tiny), "--device", "cpu", "--load", "1x4x4", "--engine", "vexact:dp2"]
+    result = CliRunner().invoke(app, asked)
+    assert result.exit_code == 2
+    assert "--load" in result.stderr
+
+
+def test_stock_is_not_split():
+    result = CliRunner().invoke(app, ["bench", "rollout", "--device", "cpu", "--engine", "stock:pp2"])
     assert result.exit_code == 2
     assert "runs on one rank" in " ".join(result.stderr.split())

@@ -6,6 +6,9 @@ returned, prefix cache off, a warm-up before each workload. So one and the same 
 
 The floor is what a decode step must read (weights it touches, keys and values of all contexts) over the memory's
 bandwidth; prefill, which is bound by arithmetic, is not in it.
+
+On several devices an engine is split (tensor and pipeline parallel ranks) or there are several of it, each with its
+share of the requests (data parallel), as in a training run; those begin together, and the slowest counts.
 """
 
 from __future__ import annotations
@@ -14,12 +17,14 @@ import importlib.util
 import json
 import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,16 +67,53 @@ WORKLOADS: dict[str, tuple[Load, ...]] = {
 """By shape (`tasks.random_model.SHAPES`)."""
 
 
+@dataclass(frozen=True)
+class Split:
+    """How an engine uses devices: ranks that share each weight, stages that share the layers, whole replicas."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    data: int = 1
+
+    def __str__(self) -> str:
+        parts = [f"{short}{ranks}" for short, ranks in self._parts() if ranks > 1]
+        return "".join(parts) or "tp1"
+
+    @classmethod
+    def parse(cls, text: str) -> Split:
+        """From a form such as ``tp2``, ``pp2``, ``dp2`` or ``tp2dp2``. Raises ValueError, which names the forms."""
+        found = re.findall(r"(tp|pp|dp)([1-9]\d*)", text)
+        ranks = {short: int(number) for short, number in found}
+        if not found or len(ranks) < len(found) or "".join(map("".join, found)) != text:
+            raise ValueError(
+                f"{text!r}: give tpN (tensor), ppN (pipeline), dpN (data parallel) or several, as in tp2dp2"
+            )
+        return cls(ranks.get("tp", 1), ranks.get("pp", 1), ranks.get("dp", 1))
+
+    def _parts(self) -> tuple[tuple[str, int], ...]:
+        return ("tp", self.tensor), ("pp", self.pipeline), ("dp", self.data)
+
+    @property
+    def devices(self) -> int:
+        return self.tensor * self.pipeline * self.data
+
+    def shares(self, load: Load) -> list[Load]:
+        """The requests of each replica, the first ones with one more where they do not divide."""
+        each, more = divmod(load.requests, self.data)
+        return [replace(load, requests=each + (replica < more)) for replica in range(self.data)]
+
+
 @dataclass
 class Figures:
     """One engine on one load.
 
-    seconds: of each repeat. host: where the engine tells, host and waiting time per step in microseconds, and steps.
-    problem: why there are no seconds.
+    seconds: of each repeat. host: where the engine tells, host and waiting time per step in microseconds, and steps (of
+    the first replica). problem: why there are no seconds.
     """
 
     engine: str
     load: Load
+    split: Split = Split()
     seconds: list[float] = field(default_factory=list)
     host: dict[str, float] = field(default_factory=dict)
     problem: str = ""
@@ -124,13 +166,12 @@ def unavailable(engine: str, device: str) -> str | None:
 
 def run(
     folder: Path,
-    engines: Sequence[str],
+    engines: Sequence[tuple[str, Split]],
     loads: Sequence[Load],
     *,
     device: str,
     repeats: int,
     memory: float,
-    split: tuple[int, int] = (1, 1),
     profile: Path | None = None,
     progress: Callable[[str], None] = lambda text: None,
 ) -> list[Figures]:
@@ -138,63 +179,129 @@ def run(
 
     Args:
         folder: of the model; its config.json suffices, weights are made up.
-        memory: share of the GPU that each engine may hold.
-        split: tensor and pipeline parallel ranks of every engine, each with a GPU.
-        profile: file for a profile of this engine's decode steps under the first load.
+        engines: names, and how each uses the devices.
+        memory: share of each GPU that an engine may hold.
+        profile: file for a profile of the first vexact's decode steps under the first load.
     """
     figures = []
-    for engine in engines:
+    for engine, split in engines:
         problem = unavailable(engine, device)
         if problem is not None:
-            figures += [Figures(engine, load, problem=problem) for load in loads]
+            figures += [Figures(engine, load, split, problem=problem) for load in loads]
             continue
-        progress(engine)
+        progress(name_of(engine, split))
         spec = {
             "engine": engine,
             "folder": str(folder),
-            "loads": [asdict(load) for load in loads],
             "device": device,
             "repeats": repeats,
             "memory": memory,
-            "split": list(split),
+            "split": [split.tensor, split.pipeline],
             "profile": str(profile) if profile is not None and engine == "vexact" else None,
         }
-        figures += _in_a_process(spec, loads)
+        if engine == "vexact":
+            profile = None
+        figures += _in_processes(spec, loads, split)
     return figures
 
 
-def _in_a_process(spec: dict[str, Any], loads: Sequence[Load]) -> list[Figures]:
+def name_of(engine: str, split: Split) -> str:
+    """As it is asked for: ``vexact`` on one device, ``vexact:tp2`` on several."""
+    return engine if split.devices == 1 else f"{engine}:{split}"
+
+
+def _in_processes(spec: dict[str, Any], loads: Sequence[Load], split: Split) -> list[Figures]:
+    """One process per replica. An engine that ends early keeps what all of its replicas had measured."""
+    shares = list(zip(*(split.shares(load) for load in loads), strict=True))
+    with tempfile.TemporaryDirectory() as place:
+        replicas = [
+            _start(Path(place), replica, {**spec, "loads": [asdict(load) for load in share]}, split)
+            for replica, share in enumerate(shares)
+        ]
+        told = [_end(Path(place), replica, process) for replica, process in enumerate(_all_end(replicas))]
+    figures = []
+    for load, results in zip(loads, zip(*(results for results, _ in told), strict=False), strict=False):
+        seconds = [max(times) for times in zip(*(result["seconds"] for result in results), strict=True)]
+        figures.append(Figures(spec["engine"], load, split, seconds, results[0]["host"]))
+    # A replica whose peer died ends too, of that: the first cause is the one to tell.
+    why = next((problem for _, problem in told if problem), "")
+    return figures + [Figures(spec["engine"], load, split, problem=why) for load in loads[len(figures) :]]
+
+
+def _start(place: Path, replica: int, spec: dict[str, Any], split: Split) -> subprocess.Popen[bytes]:
     environment = dict(os.environ)
     if spec["engine"] == "vllm-batch-invariant":
         environment["VLLM_BATCH_INVARIANT"] = "1"
-    with tempfile.TemporaryDirectory() as place:
-        asked, told, log = (Path(place) / name for name in ("spec.json", "result.json", "log"))
-        asked.write_text(json.dumps(spec), encoding="utf-8")
-        with log.open("wb") as output:
-            command = [sys.executable, "-m", "verl_tim.bench.rollout_worker", str(asked), str(told)]
-            code = subprocess.run(command, env=environment, stdout=output, stderr=output, check=False).returncode
-        results = json.loads(told.read_text(encoding="utf-8")) if told.exists() else []
-        last = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
-    figures = [
-        Figures(spec["engine"], load, result["seconds"], result["host"])
-        for load, result in zip(loads, results, strict=False)
-    ]
-    # An engine that ends early keeps what it had measured.
-    why = f"exit code {code}: {last[0] if last else 'no output'}"
-    return figures + [Figures(spec["engine"], load, problem=why) for load in loads[len(figures) :]]
+    if split.data > 1:
+        spec = {**spec, "together": {"file": str(place / "together"), "replicas": split.data}}
+        if replica:
+            spec["profile"] = None
+        if spec["device"] == "cuda":
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(_visible_devices(split)[replica])
+    asked, told = place / f"spec{replica}.json", place / f"result{replica}.json"
+    asked.write_text(json.dumps(spec), encoding="utf-8")
+    command = [sys.executable, "-m", "verl_tim.bench.rollout_worker", str(asked), str(told)]
+    with (place / f"log{replica}").open("wb") as output:
+        return subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+
+
+def _visible_devices(split: Split) -> list[list[str]]:
+    """The devices of each replica, as CUDA_VISIBLE_DEVICES names them."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible else [str(index) for index in range(split.devices)]
+    each = split.tensor * split.pipeline
+    return [names[replica * each : (replica + 1) * each] for replica in range(split.data)]
+
+
+def _all_end(replicas: list[subprocess.Popen[bytes]]) -> list[subprocess.Popen[bytes]]:
+    """Wait for all; one that fails ends the others, which would wait for it for ever."""
+    try:
+        while any(process.poll() is None for process in replicas):
+            if any(process.poll() for process in replicas):
+                break
+            time.sleep(0.1)
+    finally:
+        for process in replicas:
+            if process.poll() is None:
+                process.terminate()
+        for process in replicas:
+            process.wait()
+    return replicas
+
+
+def _end(place: Path, replica: int, process: subprocess.Popen[bytes]) -> tuple[list[dict[str, Any]], str]:
+    """A replica's results, and why it ended if it failed by itself."""
+    told = place / f"result{replica}.json"
+    results = json.loads(told.read_text(encoding="utf-8")) if told.exists() else []
+    last = (place / f"log{replica}").read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
+    code = process.returncode
+    failed = code not in (0, -signal.SIGTERM)
+    return results, f"exit code {code}: {last[0] if last else 'no output'}" if failed else ""
 
 
 def as_json(figures: Sequence[Figures], config: ModelConfig, bytes_per_second: float | None) -> list[dict[str, Any]]:
-    """One entry per engine and load, with tokens per second, the share of the floor and the ratio to vLLM's default."""
-    vllm = {row.load: row.tokens_per_second for row in figures if row.engine == "vllm"}
+    """One entry per engine, split and load, with tokens per second, the share of the floor and the ratio to vLLM's
+    default in its fastest split.
+
+    Args:
+        bytes_per_second: of one device's memory; None where nobody knows it.
+    """
+    vllm: dict[Load, float] = {}
+    for row in figures:
+        if row.engine == "vllm" and row.tokens_per_second is not None:
+            vllm[row.load] = max(row.tokens_per_second, vllm.get(row.load, 0.0))
     entries = []
     for row in figures:
         speed = row.tokens_per_second
-        floor = None if bytes_per_second is None else floor_tokens_per_second(config, row.load, bytes_per_second)
+        floor = None
+        if bytes_per_second is not None:
+            # Each replica reads all weights.
+            each = row.split.devices / row.split.data * bytes_per_second
+            floor = sum(floor_tokens_per_second(config, load, each) for load in row.split.shares(row.load))
         peer = vllm.get(row.load)
         entries.append(
             {
-                "engine": row.engine,
+                "engine": name_of(row.engine, row.split),
                 "load": asdict(row.load),
                 "seconds": row.seconds,
                 "tokens_per_second": speed,

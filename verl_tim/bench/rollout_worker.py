@@ -149,14 +149,34 @@ class VLLM:
         return seconds, {}
 
 
+class Together:
+    """Replicas that begin each repeat at the same moment."""
+
+    def __init__(self, file: str, replicas: int) -> None:
+        self._store = torch.distributed.FileStore(file, replicas)
+        self._replicas, self._round = replicas, 0
+
+    def wait(self) -> None:
+        self._round += 1
+        arrived = self._store.add(f"round {self._round}", 1)
+        while arrived < self._replicas:
+            time.sleep(0.001)
+            arrived = self._store.add(f"round {self._round}", 0)
+
+
 def measure(spec: dict[str, Any], tell: Callable[[list[dict[str, Any]]], None]) -> None:
     """Run the spec's loads; ``tell`` gets all results after each load."""
     loads = [Load(**load) for load in spec["loads"]]
     engine: Ours | VLLM = VLLM(spec, loads) if spec["engine"].startswith("vllm") else Ours(spec, loads)
+    together = Together(**spec["together"]) if "together" in spec else None
     results = []
     for number, load in enumerate(loads):
         engine.run(load, min(_WARM_UP_TOKENS, load.output))
-        runs = [engine.run(load, load.output) for _ in range(spec["repeats"])]
+        runs = []
+        for _ in range(spec["repeats"]):
+            if together is not None:
+                together.wait()
+            runs.append(engine.run(load, load.output))
         host = {name: float(np.median([run[1][name] for run in runs])) for name in runs[0][1]}
         results.append({"seconds": [run[0] for run in runs], "host": host})
         if number == 0 and spec["profile"] is not None and isinstance(engine, Ours):

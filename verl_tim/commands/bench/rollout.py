@@ -11,7 +11,7 @@ import typer
 from verl_tim.commands.output import bad_input, print_json, stderr, table
 
 if TYPE_CHECKING:
-    from verl_tim.bench.rollout import Load
+    from verl_tim.bench.rollout import Load, Split
 
 NAME = "rollout"
 HELP = (
@@ -31,13 +31,15 @@ def command(
     ] = None,
     engine: Annotated[
         list[str] | None,
-        typer.Option(help="vexact, stock, vllm or vllm-batch-invariant; repeat for several. Default: all but stock."),
+        typer.Option(
+            help="vexact, stock, vllm or vllm-batch-invariant; repeat for several. Default: all but stock. On several "
+            "GPUs with :tpN (ranks share each weight), :ppN (stages share the layers) or :dpN (replicas share the "
+            "requests) behind it, such as vexact:tp2."
+        ),
     ] = None,
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
     repeats: Annotated[int, typer.Option(min=1, help="Runs per engine and load, after a warm-up.")] = 3,
     memory: Annotated[float, typer.Option(help="Share of the GPU's memory that an engine may hold.")] = 0.85,
-    tensor_parallel: Annotated[int, typer.Option(min=1, help="Ranks that share each weight, of every engine.")] = 1,
-    pipeline_parallel: Annotated[int, typer.Option(min=1, help="Stages that share the layers, of every engine.")] = 1,
     bandwidth: Annotated[
         float | None, typer.Option(help="TB/s that reads reach, for the floor. Default: known for an H200 (4.3).")
     ] = None,
@@ -51,15 +53,13 @@ def command(
     from verl_tim.models import load_model_config
 
     with bad_input():
-        engines, models = _choose(shape, model, load, engine, device)
-        if tensor_parallel * pipeline_parallel > 1:
-            _check_split(engines, device, tensor_parallel * pipeline_parallel)
+        models = _models(shape, model, load, device)
+        engines = [_engine(text, device) for text in engine or _DEFAULT_ENGINES]
+        _check_shares(engines, models)
     machine = _machine(device)
     if bandwidth is None:
         bandwidth = _BANDWIDTH.get(machine["device"])
-    split = (tensor_parallel, pipeline_parallel)
-    ranks = tensor_parallel * pipeline_parallel
-    speed = None if bandwidth is None else ranks * bandwidth * 1e12  # of all devices together
+    speed = None if bandwidth is None else bandwidth * 1e12  # of one device
     console = stderr()
     sections: list[dict[str, Any]] = []
     for name, loads in models.items():
@@ -71,45 +71,59 @@ def command(
                 device=device,
                 repeats=repeats,
                 memory=memory,
-                split=split,
                 profile=profile,
                 progress=lambda text, name=name, status=status: status.update(f"{name}: {text}"),  # type: ignore[misc]
             )
             rows = rollout.as_json(figures, load_model_config(folder), speed)
         sections.append({"model": name, "rows": rows})
     if as_json:
-        print_json({**machine, "split": split, "bandwidth": speed, "repeats": repeats, "models": sections})
+        print_json({**machine, "bandwidth": speed, "repeats": repeats, "models": sections})
     else:
         _print(machine, sections)
     if any(row["problem"].startswith("exit code") for section in sections for row in section["rows"]):
         raise typer.Exit(1)
 
 
-def _check_split(engines: list[str], device: str, ranks: int) -> None:
+def _engine(text: str, device: str) -> tuple[str, Split]:
+    """An engine's name, and how it uses the devices."""
     import torch
 
+    from verl_tim.bench.rollout import ENGINES, Split
     from verl_tim.launch.errors import LaunchError
 
-    key = "--tensor-parallel, --pipeline-parallel"
-    if "stock" in engines:
-        raise LaunchError.of(key, "rollout stock runs on one rank", "leave --engine stock out")
-    if device == "cuda" and torch.cuda.device_count() < ranks:
-        raise LaunchError.of(key, f"{ranks} ranks, and PyTorch sees {torch.cuda.device_count()} GPUs", "lower them")
+    name, _, form = text.partition(":")
+    if name not in ENGINES:
+        raise LaunchError.of("--engine", f"{name!r} is unknown", f"choose from {', '.join(ENGINES)}")
+    try:
+        split = Split.parse(form) if ":" in text else Split()
+    except ValueError as error:
+        raise LaunchError.of("--engine", str(error), "for example --engine vexact:tp2") from None
+    if name == "stock" and split.tensor * split.pipeline > 1:
+        raise LaunchError.of("--engine", "rollout stock runs on one rank", "give stock alone, or stock:dpN")
+    if device == "cuda" and torch.cuda.device_count() < split.devices:
+        what = f"{text} takes {split.devices} GPUs, and PyTorch sees {torch.cuda.device_count()}"
+        raise LaunchError.of("--engine", what, "ask for fewer")
+    return name, split
 
 
-def _choose(
-    shape: list[str] | None, model: Path | None, load: list[str] | None, engine: list[str] | None, device: str
-) -> tuple[list[str], dict[str, list[Load]]]:
-    """Engines, and loads by model name."""
+def _check_shares(engines: list[tuple[str, Split]], models: dict[str, list[Load]]) -> None:
+    from verl_tim.launch.errors import LaunchError
+
+    fewest = min(load.requests for loads in models.values() for load in loads)
+    for name, split in engines:
+        if split.data > fewest:
+            what = f"{name}:{split} has {split.data} replicas, and a load has {fewest} requests"
+            raise LaunchError.of("--load", what, "give each replica a request at least")
+
+
+def _models(shape: list[str] | None, model: Path | None, load: list[str] | None, device: str) -> dict[str, list[Load]]:
+    """Loads by model name."""
     import torch
 
-    from verl_tim.bench.rollout import ENGINES, WORKLOADS, Load
+    from verl_tim.bench.rollout import WORKLOADS, Load
     from verl_tim.launch.errors import LaunchError
     from verl_tim.tasks.random_model import SHAPES
 
-    for name in engine or ():
-        if name not in ENGINES:
-            raise LaunchError.of("--engine", f"{name!r} is unknown", f"choose from {', '.join(ENGINES)}")
     if device not in ("cuda", "cpu"):
         raise LaunchError.of("--device", f"{device!r} is unknown", "choose cuda or cpu")
     if device == "cuda" and not torch.cuda.is_available():
@@ -130,7 +144,7 @@ def _choose(
     for name, loads in models.items():
         if not loads:
             raise LaunchError.of("--load", f"{name} has no workloads of its own", "give some: --load 16x128x512")
-    return engine or list(_DEFAULT_ENGINES), models
+    return models
 
 
 def _folder(name: str, model: Path | None) -> Any:
