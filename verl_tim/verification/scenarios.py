@@ -225,12 +225,13 @@ def partial_rollouts(subject: Subject) -> ScenarioResult:
             _take(responses, engine.step())
         # every other one is kept: drawing goes on where it stands
         in_flight = engine.request_ids()
-        aborted = in_flight[update % 2 :: 2]
-        _take(responses, engine.abort(aborted))
+        # one that ended in the step under way is whole, and comes with the next step's outputs
+        aborted = engine.abort(in_flight[update % 2 :: 2])
+        _take(responses, aborted)
         engine.update_weights(subject.update(basis), subject.weight_version)
         versions[subject.weight_version] = subject.trainer.snapshot()
-        for request_id in aborted:
-            responses[_original(request_id)].send(engine)
+        for output in aborted:
+            responses[_original(output.request_id)].send(engine)
         counts["responses kept in flight"] += len(in_flight) - len(aborted)
         counts["responses aborted and sent again"] += len(aborted)
     while engine.has_work():
