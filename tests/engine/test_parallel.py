@@ -9,6 +9,7 @@ import math
 
 import numpy as np
 import pytest
+import torch
 
 from tests.engine import faults
 from tests.engine.deferred_device import DeferredDevice
@@ -334,3 +335,30 @@ def test_the_pool_has_the_pages_that_every_rank_has(folders, crews):
     page = 2 * 2 * 16 * 4 * 16 * 2  # keys and values; the first stage has two of the three layers
     assert engine.each_rank(faults.pages) == [math.floor((1 << 20) / page) - 1] * 2
     engine.close()
+
+
+def test_a_collective_that_hands_back_no_work_is_done(monkeypatch):
+    """As NCCL's do on the current stream."""
+    from verl_tim.engine import parallel
+
+    class NoWork:
+        def __init__(self, group):
+            self._group = group
+
+        def _allgather_base(self, *arguments):
+            self._group._allgather_base(*arguments).wait()
+
+        def broadcast(self, *arguments):
+            self._group.broadcast(*arguments).wait()
+
+    made = torch.distributed.ProcessGroupGloo
+    monkeypatch.setattr(
+        parallel.dist, "ProcessGroupGloo", type("Gloo", (), {
+            "_Options": made._Options, "create_device": staticmethod(made.create_device),
+            "__new__": lambda cls, *arguments: NoWork(made(*arguments)),
+        }),
+    )  # fmt: skip
+    group = parallel.Communicator(torch.distributed.HashStore(), "alone", [0], 0, torch.device("cpu"))
+    x = torch.arange(3.0)
+    assert torch.equal(group.gather(x), x[None])
+    assert torch.equal(group.broadcast(x.clone(), 0), x)

@@ -13,6 +13,7 @@ import torch
 from tests.engine import faults
 from tests.engine.test_graph_runner_gpu import PROMPTS, bits, params
 from verl_tim.engine import Engine, EngineConfig, EngineDeadError, start_engine
+from verl_tim.engine.crew import Crew, Split
 from verl_tim.models.weights import checkpoint_weights
 from verl_tim.tasks.random_model import save_random_model
 
@@ -63,24 +64,44 @@ def split_of(name: str) -> dict[str, int]:
     return {"tensor_parallel_size": tensor, "pipeline_parallel_size": stages}
 
 
+@pytest.fixture(scope="module")
+def crews():
+    """Processes of each split, started once: the engines of a module run on them one after the other."""
+    made: dict[str, Crew] = {}
+
+    def of(name: str) -> Crew:
+        if name not in made:
+            made[name] = Crew(Split(*SPLITS[name], "cuda:0"))
+        return made[name]
+
+    yield of
+    for crew in made.values():
+        crew.close()
+
+
 @pytest.mark.parametrize("name", SPLITS)
-def test_no_split_changes_a_bit(folder, reference, name):
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"enforce_eager": True}, {"max_num_batched_tokens": 61, "enable_prefix_cache": True}],
+    ids=["recorded", "eager", "chunks"],
+)
+def test_no_split_changes_a_bit(folder, reference, crews, name, changes):
     outputs, checksum = reference
-    for changes in ({}, {"enforce_eager": True}, {"max_num_batched_tokens": 61, "enable_prefix_cache": True}):
-        engine = start_engine(settings(folder, **split_of(name), **changes))
-        try:
-            assert bool(engine.describe()["decode_graphs"]) == ("enforce_eager" not in changes)
-            assert run(engine) == outputs
-            assert engine.weight_checksum() == checksum
-        finally:
-            engine.close()
+    split = split_of(name)
+    engine = start_engine(settings(folder, **split, **changes), crew=crews(name))
+    try:
+        assert bool(engine.describe()["decode_graphs"]) == ("enforce_eager" not in changes)
+        assert run(engine) == outputs
+        assert engine.weight_checksum() == checksum
+    finally:
+        engine.close()
 
 
 @pytest.mark.parametrize("name", ["tp2", "pp2"])
-def test_updates_sleep_and_the_share_of_memory(folder, reference, name):
+def test_updates_sleep_and_the_share_of_memory(folder, reference, crews, name):
     outputs, checksum = reference
     memory = {"kv_cache_tokens": None, "gpu_memory_utilization": 0.2}
-    engine = start_engine(settings(folder, **split_of(name), **memory))
+    engine = start_engine(settings(folder, **split_of(name), **memory), crew=crews(name))
     try:
         assert len(set(engine.each_rank(faults.pages))) == 1
         assert run(engine) == outputs

@@ -67,7 +67,7 @@ class Communicator:
         if x.numel():
             options = c10d.AllgatherOptions()
             options.asyncOp = False
-            self._group._allgather_base(_words(every), _words(x), options).wait()
+            _wait(self._group._allgather_base(_words(every), _words(x), options))
         return every
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
@@ -75,13 +75,19 @@ class Communicator:
         if x.numel():
             options = c10d.BroadcastOptions()
             options.rootRank, options.asyncOp = source, False
-            self._group.broadcast([_words(x)], options).wait()
+            _wait(self._group.broadcast([_words(x)], options))
         return x
 
     def abort(self) -> None:
         """Let go of whatever waits in here; a rank is lost."""
         if self.device.type == "cuda":
             self._group.abort()
+
+
+def _wait(work: dist.Work | None) -> None:
+    """NCCL gives none: what is not asynchronous is on the current stream, as a recorded step needs it."""
+    if work is not None:
+        work.wait()
 
 
 def _words(x: Tensor) -> Tensor:
