@@ -50,6 +50,7 @@ def register() -> None:
         patch_native_correction,
         patch_reward_kl,
         patch_prompt_uids,
+        patch_master_port,
         patch_start_checks,
         patch_tracking,
         patch_vllm_top1,
@@ -388,6 +389,24 @@ def patch_prompt_uids() -> None:
 
     for name in ("verl.trainer.ppo.v1.trainer_base", "verl.trainer.ppo.ray_trainer"):
         _when_imported(name, patch)
+
+
+def patch_master_port() -> None:
+    """verl 0.9.1, single_controller/ray/base.py:95, 520: trainer workers meet at a port that stays free until then.
+
+    verl asks the system for a free port, lets go of it, and names it to workers that listen there a minute later. It is
+    one of those that the system hands to outgoing connections, of which a second run on the machine makes hundreds
+    while it starts: then the first ends with EADDRINUSE (seen on a GPU host with two starts at once). The patch gives
+    verl's own search a range below those ports, another one in each run. Unnecessary once verl keeps the port, as it
+    does for vLLM's. No upstream issue is known.
+    """
+
+    def patch(module: ModuleType) -> None:
+        from verl_tim.training.master_port import keep_ports_apart
+
+        keep_ports_apart(module)
+
+    _when_imported("verl.single_controller.ray.base", patch)
 
 
 def patch_start_checks() -> None:

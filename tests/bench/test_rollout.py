@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+import time
 
+import psutil
 import pytest
 from typer.testing import CliRunner
 
@@ -125,6 +130,23 @@ def test_an_engine_on_two_ranks(tiny, form):
     assert row["floor_tokens_per_second"] == pytest.approx(
         sum(rollout.floor_tokens_per_second(config, share, each * 1e6) for share in shares)
     )
+
+
+def test_a_stop_keeps_what_was_measured_and_leaves_no_process(tiny):
+    asked = ["--model", str(tiny), "--device", "cpu", "--load", "2x4x3", "--engine", "vexact", "--engine", "vexact:dp2"]
+    command = [sys.executable, "-m", "verl_tim.cli", "bench", "rollout", *asked, "--repeats", "1", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as bench:
+        first = bench.stderr.readline()
+        assert "vexact, 2 x 4 -> 3: " in first, first + bench.stderr.read()
+        children = []
+        while len(children) < 2:
+            children = psutil.Process(bench.pid).children()
+            time.sleep(0.05)
+        bench.send_signal(signal.SIGTERM)
+        told, _ = bench.communicate(timeout=60)
+    assert bench.returncode == 130
+    assert [row["engine"] for row in json.loads(told)["models"][0]["rows"]] == ["vexact"]
+    assert not any(child.is_running() for child in children)
 
 
 def test_a_replica_that_fails_ends_the_others(tiny, monkeypatch):

@@ -23,6 +23,7 @@ STEPS = {
     "patch_legacy_trainer",
     "patch_native_correction",
     "patch_prompt_uids",
+    "patch_master_port",
     "patch_reward_kl",
     "patch_start_checks",
     "patch_tracking",

@@ -17,17 +17,18 @@ import importlib.util
 import json
 import os
 import re
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from verl_tim.launch.process import end_trees, tie_to_parent
 from verl_tim.models.config import ModelConfig
 
 ENGINES = {
@@ -107,16 +108,22 @@ class Split:
 class Figures:
     """One engine on one load.
 
-    seconds: of each repeat. host: where the engine tells, host and waiting time per step in microseconds, and steps (of
-    the first replica). problem: why there are no seconds.
+    seconds: of each repeat. start_seconds: from its process's start until it takes requests. host: where the engine
+    tells, host and waiting time per step in microseconds, and steps (of the first replica). problem: why there are no
+    seconds.
     """
 
     engine: str
     load: Load
     split: Split = Split()
     seconds: list[float] = field(default_factory=list)
+    start_seconds: float | None = None
     host: dict[str, float] = field(default_factory=dict)
     problem: str = ""
+
+    @property
+    def name(self) -> str:
+        return name_of(self.engine, self.split)
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -174,8 +181,10 @@ def run(
     memory: float,
     profile: Path | None = None,
     progress: Callable[[str], None] = lambda text: None,
-) -> list[Figures]:
-    """Measure every engine on every load.
+) -> Iterator[Figures]:
+    """Measure every engine on every load; a row as soon as it is known.
+
+    A KeyboardInterrupt ends the engine's processes and is raised again, after the rows that it had measured.
 
     Args:
         folder: of the model; its config.json suffices, weights are made up.
@@ -183,11 +192,10 @@ def run(
         memory: share of each GPU that an engine may hold.
         profile: file for a profile of the first vexact's decode steps under the first load.
     """
-    figures = []
     for engine, split in engines:
         problem = unavailable(engine, device)
         if problem is not None:
-            figures += [Figures(engine, load, split, problem=problem) for load in loads]
+            yield from (Figures(engine, load, split, problem=problem) for load in loads)
             continue
         progress(name_of(engine, split))
         spec = {
@@ -201,8 +209,7 @@ def run(
         }
         if engine == "vexact":
             profile = None
-        figures += _in_processes(spec, loads, split)
-    return figures
+        yield from _in_processes(spec, loads, split)
 
 
 def name_of(engine: str, split: Split) -> str:
@@ -210,22 +217,31 @@ def name_of(engine: str, split: Split) -> str:
     return engine if split.devices == 1 else f"{engine}:{split}"
 
 
-def _in_processes(spec: dict[str, Any], loads: Sequence[Load], split: Split) -> list[Figures]:
+def _in_processes(spec: dict[str, Any], loads: Sequence[Load], split: Split) -> Iterator[Figures]:
     """One process per replica. An engine that ends early keeps what all of its replicas had measured."""
     shares = list(zip(*(split.shares(load) for load in loads), strict=True))
-    with tempfile.TemporaryDirectory() as place:
-        replicas = [
-            _start(Path(place), replica, {**spec, "loads": [asdict(load) for load in share]}, split)
-            for replica, share in enumerate(shares)
-        ]
-        told = [_end(Path(place), replica, process) for replica, process in enumerate(_all_end(replicas))]
-    figures = []
-    for load, results in zip(loads, zip(*(results for results, _ in told), strict=False), strict=False):
+    why, stopped = "", None
+    with tempfile.TemporaryDirectory() as name:
+        place, replicas = Path(name), []
+        try:
+            for replica, share in enumerate(shares):
+                asked = {**spec, "loads": [asdict(load) for load in share]}
+                replicas.append(_start(place, replica, asked, split))
+            why = _wait(place, replicas)
+        except KeyboardInterrupt as interrupt:
+            stopped = interrupt
+        finally:
+            end_trees([process for process in replicas if process.poll() is None])
+        told = [_read(place / f"result{replica}.json") for replica in range(split.data)]
+    measured = 0
+    for load, results in zip(loads, zip(*told, strict=False), strict=False):
         seconds = [max(times) for times in zip(*(result["seconds"] for result in results), strict=True)]
-        figures.append(Figures(spec["engine"], load, split, seconds, results[0]["host"]))
-    # A replica whose peer died ends too, of that: the first cause is the one to tell.
-    why = next((problem for _, problem in told if problem), "")
-    return figures + [Figures(spec["engine"], load, split, problem=why) for load in loads[len(figures) :]]
+        start = max(result["start_seconds"] for result in results)
+        yield Figures(spec["engine"], load, split, seconds, start, results[0]["host"])
+        measured += 1
+    if stopped is not None:
+        raise stopped
+    yield from (Figures(spec["engine"], load, split, problem=why) for load in loads[measured:])
 
 
 def _start(place: Path, replica: int, spec: dict[str, Any], split: Split) -> subprocess.Popen[bytes]:
@@ -242,7 +258,15 @@ def _start(place: Path, replica: int, spec: dict[str, Any], split: Split) -> sub
     asked.write_text(json.dumps(spec), encoding="utf-8")
     command = [sys.executable, "-m", "verl_tim.bench.rollout_worker", str(asked), str(told)]
     with (place / f"log{replica}").open("wb") as output:
-        return subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+        # a session of its own: a Ctrl-C in the terminal reaches us only, and we end vLLM's processes, too
+        return subprocess.Popen(
+            command,
+            env=environment,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            preexec_fn=partial(tie_to_parent, os.getpid()),
+        )
 
 
 def _visible_devices(split: Split) -> list[list[str]]:
@@ -253,30 +277,22 @@ def _visible_devices(split: Split) -> list[list[str]]:
     return [names[replica * each : (replica + 1) * each] for replica in range(split.data)]
 
 
-def _all_end(replicas: list[subprocess.Popen[bytes]]) -> list[subprocess.Popen[bytes]]:
-    """Wait for all; one that fails ends the others, which would wait for it for ever."""
-    try:
-        while any(process.poll() is None for process in replicas):
-            if any(process.poll() for process in replicas):
-                break
-            time.sleep(0.1)
-    finally:
-        for process in replicas:
-            if process.poll() is None:
-                process.terminate()
-        for process in replicas:
-            process.wait()
-    return replicas
+def _wait(place: Path, replicas: list[subprocess.Popen[bytes]]) -> str:
+    """Wait for all, or for the first that fails, for which the others would wait for ever; why that one failed."""
+    while True:
+        codes = [process.poll() for process in replicas]
+        for replica, code in enumerate(codes):
+            if code:
+                text = (place / f"log{replica}").read_text(encoding="utf-8", errors="replace")
+                last = text.strip().splitlines()[-1:]
+                return f"exit code {code}: {last[0] if last else 'no output'}"
+        if None not in codes:
+            return ""
+        time.sleep(0.1)
 
 
-def _end(place: Path, replica: int, process: subprocess.Popen[bytes]) -> tuple[list[dict[str, Any]], str]:
-    """A replica's results, and why it ended if it failed by itself."""
-    told = place / f"result{replica}.json"
-    results = json.loads(told.read_text(encoding="utf-8")) if told.exists() else []
-    last = (place / f"log{replica}").read_text(encoding="utf-8", errors="replace").strip().splitlines()[-1:]
-    code = process.returncode
-    failed = code not in (0, -signal.SIGTERM)
-    return results, f"exit code {code}: {last[0] if last else 'no output'}" if failed else ""
+def _read(told: Path) -> list[dict[str, Any]]:
+    return json.loads(told.read_text(encoding="utf-8")) if told.exists() else []
 
 
 def as_json(figures: Sequence[Figures], config: ModelConfig, bytes_per_second: float | None) -> list[dict[str, Any]]:
@@ -301,11 +317,12 @@ def as_json(figures: Sequence[Figures], config: ModelConfig, bytes_per_second: f
         peer = vllm.get(row.load)
         entries.append(
             {
-                "engine": name_of(row.engine, row.split),
+                "engine": row.name,
                 "load": asdict(row.load),
                 "seconds": row.seconds,
                 "tokens_per_second": speed,
                 "spread": row.spread,
+                "start_seconds": row.start_seconds,
                 "floor_tokens_per_second": floor,
                 "share_of_floor": None if speed is None or floor is None else speed / floor,
                 "over_vllm": None if speed is None or peer is None else speed / peer,

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 
 from verl_tim.bench.rollout import Load
@@ -168,6 +169,7 @@ def measure(spec: dict[str, Any], tell: Callable[[list[dict[str, Any]]], None]) 
     """Run the spec's loads; ``tell`` gets all results after each load."""
     loads = [Load(**load) for load in spec["loads"]]
     engine: Ours | VLLM = VLLM(spec, loads) if spec["engine"].startswith("vllm") else Ours(spec, loads)
+    start_seconds = time.time() - psutil.Process().create_time()
     together = Together(**spec["together"]) if "together" in spec else None
     results = []
     for number, load in enumerate(loads):
@@ -178,7 +180,7 @@ def measure(spec: dict[str, Any], tell: Callable[[list[dict[str, Any]]], None]) 
                 together.wait()
             runs.append(engine.run(load, load.output))
         host = {name: float(np.median([run[1][name] for run in runs])) for name in runs[0][1]}
-        results.append({"seconds": [run[0] for run in runs], "host": host})
+        results.append({"seconds": [run[0] for run in runs], "start_seconds": start_seconds, "host": host})
         if number == 0 and spec["profile"] is not None and isinstance(engine, Ours):
             engine.profile(load, Path(spec["profile"]))
         tell(results)

@@ -108,7 +108,7 @@ class VerlProcess:
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
                 env=_environment(),
-                preexec_fn=partial(_tie_to_parent, os.getpid()),
+                preexec_fn=partial(tie_to_parent, os.getpid()),
             )
 
     @property
@@ -306,8 +306,8 @@ def _handle(handler: Any, numbers: Sequence[signal.Signals]) -> dict[signal.Sign
     return changed
 
 
-def _tie_to_parent(parent: int) -> None:
-    """In the child, before it runs verl: it ends with its parent, and listens to SIGINT.
+def tie_to_parent(parent: int) -> None:
+    """In a child, between fork and exec (`preexec_fn`): it ends with its parent, and listens to SIGINT.
 
     A shell's background job ignores SIGINT, and so would its children.
     """

@@ -11,7 +11,7 @@ import typer
 from verl_tim.commands.output import bad_input, print_json, stderr, table
 
 if TYPE_CHECKING:
-    from verl_tim.bench.rollout import Load, Split
+    from verl_tim.bench.rollout import Figures, Load, Split
 
 NAME = "rollout"
 HELP = (
@@ -48,8 +48,10 @@ def command(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Run the benchmark; exit code 1 if an engine that is here failed."""
+    """Run the benchmark; exit code 1 if an engine that is here failed, 130 if it was stopped, and what it had measured
+    is printed."""
     from verl_tim.bench import rollout
+    from verl_tim.launch.process import stop_requests
     from verl_tim.models import load_model_config
 
     with bad_input():
@@ -62,26 +64,43 @@ def command(
     speed = None if bandwidth is None else bandwidth * 1e12  # of one device
     console = stderr()
     sections: list[dict[str, Any]] = []
-    for name, loads in models.items():
-        with _folder(name, model) as folder, console.status(name) as status:
-            figures = rollout.run(
-                folder,
-                engines,
-                loads,
-                device=device,
-                repeats=repeats,
-                memory=memory,
-                profile=profile,
-                progress=lambda text, name=name, status=status: status.update(f"{name}: {text}"),  # type: ignore[misc]
-            )
-            rows = rollout.as_json(figures, load_model_config(folder), speed)
-        sections.append({"model": name, "rows": rows})
+    stopped = False
+    with stop_requests():
+        for name, loads in models.items():
+            with _folder(name, model) as folder, console.status(name) as status:
+                figures: list[rollout.Figures] = []
+                rows = rollout.run(
+                    folder,
+                    engines,
+                    loads,
+                    device=device,
+                    repeats=repeats,
+                    memory=memory,
+                    profile=profile,
+                    progress=lambda text, name=name, status=status: status.update(f"{name}: {text}"),  # type: ignore[misc]
+                )
+                try:
+                    for row in rows:
+                        figures.append(row)
+                        console.print(f"{name}, {_told(row)}", highlight=False)
+                except KeyboardInterrupt:
+                    stopped = True
+                sections.append({"model": name, "rows": rollout.as_json(figures, load_model_config(folder), speed)})
+            if stopped:
+                break
     if as_json:
         print_json({**machine, "bandwidth": speed, "repeats": repeats, "models": sections})
     else:
         _print(machine, sections)
+    if stopped:
+        raise typer.Exit(130)
     if any(row["problem"].startswith("exit code") for section in sections for row in section["rows"]):
         raise typer.Exit(1)
+
+
+def _told(row: Figures) -> str:
+    speed = row.tokens_per_second
+    return f"{row.name}, {row.load}: {row.problem if speed is None else f'{speed:,.0f} tokens/s'}"
 
 
 def _engine(text: str, device: str) -> tuple[str, Split]:

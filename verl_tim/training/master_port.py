@@ -1,0 +1,48 @@
+"""The port at which a run's trainer workers meet.
+
+See `verl_tim.plugin.patch_master_port`.
+"""
+
+from __future__ import annotations
+
+import functools
+import secrets
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+_EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_LOWEST = 20000
+"""Ray's workers listen on 10002 to 19999."""
+_TRIED = 64
+"""Ports that verl tries, one after the other, where the first are taken."""
+
+
+def port_range() -> list[int] | None:
+    """Half-open range of ports, drawn anew in each call, that no outgoing connection of this machine gets.
+
+    None where the system leaves no room below the ports that it hands out.
+    """
+    try:
+        first_ephemeral = int(_EPHEMERAL.read_text(encoding="ascii").split()[0])
+    except FileNotFoundError:  # no Linux
+        return None
+    room = first_ephemeral - _LOWEST - _TRIED
+    if room < _TRIED:
+        return None
+    # not of Python's generators, which a seed makes equal in runs that start together
+    start = _LOWEST + secrets.randbelow(room)
+    return [start, start + _TRIED]
+
+
+def keep_ports_apart(module: ModuleType) -> None:
+    """Patch verl's `RayWorkerGroup`; a range that its caller gives is kept."""
+    original = module.RayWorkerGroup._get_master_addr_port
+
+    @functools.wraps(original)
+    def get_master_addr_port(
+        self: Any, pg: Any, bundle_index: int = 0, master_port_range: list[int] | None = None
+    ) -> None:
+        original(self, pg, bundle_index=bundle_index, master_port_range=master_port_range or port_range())
+
+    module.RayWorkerGroup._get_master_addr_port = get_master_addr_port
