@@ -86,6 +86,7 @@ setup(
         "markupsafe>=2.1",
         # 6.3: unified hover titles
         "plotly>=6.3",
+        "prometheus-client>=0.19",
         # compare --png; plotly's own export would start a browser
         "matplotlib>=3.8",
         "tqdm>=4.66",

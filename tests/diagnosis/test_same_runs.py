@@ -123,6 +123,8 @@ def test_a_zero_of_the_other_sign_differs_and_two_nans_do_not(pair):
         "tim/reuse_saved_seconds",
         "tim/rollout_steps",
         "tim/rollout_prefix_hit_tokens",
+        "tim/rollout_max_kv_use",
+        "tim/rollout_tokens_per_second",
     ],
 )
 def test_clocks_memory_and_schedule_are_left_out(pair, name):

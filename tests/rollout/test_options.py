@@ -82,6 +82,7 @@ def test_options_of_another_rollout_are_not_read():
         ({"repetition_penalty": 1.1}, "rollout.repetition_penalty"),
         ({"mtp": {"enable": True, "enable_rollout": True}}, "mtp.enable_rollout"),
         ({"disaggregation": {"enabled": True}}, "disaggregation.enabled"),
+        ({"prometheus": {"enable": True}, "disable_log_stats": True}, "rollout.disable_log_stats: prometheus.enable"),
         ({"dtype": "float16"}, "rollout.dtype=float16"),
         ({"load_format": "gguf"}, "load_format=gguf"),
         ({"response_length": 200}, r"max_prompt_length=40.*max_response_length=200.*context of 128"),

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import urllib.request
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import load_file
 
 from verl_tim.engine import EngineDeadError, EngineStateError, RequestError
@@ -342,6 +345,79 @@ async def test_a_server_says_what_holds_in_its_process(server, monkeypatch):
     assert report["graph_shapes"] == []
 
 
+async def test_a_report_holds_the_marks_of_its_time(server):
+    await asyncio.gather(*[server.generate([5, 6, 7 + i], {**SAMPLED, "seed": i}, str(i)) for i in range(6)])
+    marks = (await server.report())["marks"]
+    assert marks["max_running"] == 4
+    assert 1 <= marks["max_waiting"] <= 6
+    assert 0 < marks["max_kv_use"] <= 1
+    assert marks["tokens_per_second"] > 0
+    await server.generate([5, 6, 7], dict(SAMPLED), "alone")
+    alone = (await server.report())["marks"]
+    assert alone["max_running"] == 1
+    assert alone["max_waiting"] <= 1
+    assert alone["max_kv_use"] < marks["max_kv_use"]
+    nothing = (await server.report())["marks"]
+    assert nothing == {"max_running": 0, "max_waiting": 0, "max_kv_use": 0, "tokens_per_second": 0}
+
+
+async def scraped(address) -> dict[str, float]:
+    def get() -> str:
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=60) as answer:
+            assert answer.headers["Content-Type"].startswith("text/plain")
+            return answer.read().decode()
+
+    text = await asyncio.to_thread(get)
+    return {
+        sample.name + "".join(f"/{value}" for key, value in sample.labels.items() if key == "finished_reason"): (
+            sample.value,
+            sample.labels,
+        )
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if not sample.name.endswith("_created")
+    }
+
+
+async def test_metrics_are_prometheus_text(folder):
+    server = make(folder)
+    try:
+        address = await server.serve_metrics("127.0.0.1", "a-model")
+        assert address.startswith("127.0.0.1:")
+        before = await scraped(address)
+        drawn = len((await server.generate([5, 6, 7], dict(SAMPLED), "a")).token_ids)
+        after = await scraped(address)
+        value, labels = after["verl_tim_generation_tokens_total"]
+        assert value - before["verl_tim_generation_tokens_total"][0] == drawn
+        assert labels == {"rollout": "vexact", "replica": "0", "model_name": "a-model"}
+        assert after["verl_tim_prompt_tokens_total"][0] == 3
+        assert after["verl_tim_engine_up"][0] == 1
+        assert after["verl_tim_num_requests_running"][0] == after["verl_tim_num_requests_waiting"][0] == 0
+        assert after["verl_tim_kv_cache_usage_perc"][0] == 0
+        assert after["verl_tim_num_preemptions_total"][0] == 0
+        finished = sum(
+            value for name, (value, _) in after.items() if name.startswith("verl_tim_requests_finished_total/")
+        )
+        assert finished == 1
+        await server.set_global_steps(7)
+        assert (await scraped(address))["verl_tim_weight_version"][0] == 7
+    finally:
+        server.engine.shutdown()
+    assert await scraped(address) == {"verl_tim_engine_up": (0, labels)}, "an engine that has failed"
+
+
+async def test_two_servers_of_one_machine_listen_apart(folder):
+    servers = [make(folder), make(folder)]
+    try:
+        one, two = [await server.serve_metrics("127.0.0.1", None) for server in servers]
+        assert one != two
+        assert (await scraped(one))["verl_tim_engine_up"][1]["model_name"] == Path(folder).name
+        assert (await scraped(two))["verl_tim_engine_up"][0] == 1
+    finally:
+        for server in servers:
+            server.engine.shutdown()
+
+
 async def test_a_report_counts_and_names_failures_once(server):
     await server.generate([5, 6], dict(SAMPLED), "good")
     with pytest.raises(RequestError):
@@ -351,4 +427,5 @@ async def test_a_report_counts_and_names_failures_once(server):
     assert len(report["failures"]) == 1
     assert "temprature" in report["failures"][0]
     again = await server.report()
-    assert again == {"counters": dict.fromkeys(report["counters"], 0), "failures": []}
+    assert again["counters"] == dict.fromkeys(report["counters"], 0)
+    assert again["failures"] == []

@@ -69,12 +69,21 @@ def without_ray(monkeypatch):
 
 
 def report(steps=1, *failures):
-    return {"counters": {"steps": steps, "preemptions": 2}, "failures": list(failures)}
+    return {
+        "counters": {"steps": steps, "preemptions": 2},
+        "marks": {"max_running": 10 + steps, "tokens_per_second": 100.0},
+        "failures": list(failures),
+    }
 
 
-def test_counters_are_summed_over_the_servers():
+def test_counters_and_rates_are_summed_over_the_servers_and_of_marks_the_highest_counts():
     watch = startup.RolloutWatch(config(), [manager(Server(report(3))), manager(Server(report(4)))])
-    assert watch.check() == {"tim/rollout_steps": 7.0, "tim/rollout_preemptions": 4.0}
+    assert watch.check() == {
+        "tim/rollout_steps": 7.0,
+        "tim/rollout_preemptions": 4.0,
+        "tim/rollout_max_running": 14.0,
+        "tim/rollout_tokens_per_second": 200.0,
+    }
 
 
 def test_a_failed_request_stops_the_run_with_its_cause():

@@ -8,11 +8,13 @@ trainer did recompute, and the manifest says what ran.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
 
 import pytest
+import yaml
 
 from tests.training.verl_run import CONTRACT, FP32, run_verl
 from verl_tim.training.accelerator import host_has_accelerator
@@ -47,7 +49,14 @@ class Case:
 
 EXACT = {
     "V1, dense, bf16, packed, T 1.0, preemption": Case(
-        "qwen3", ("+actor_rollout_ref.rollout.engine_kwargs.vexact={page_size: 8, kv_cache_tokens: 176}",), always=True
+        "qwen3",
+        (
+            "+actor_rollout_ref.rollout.engine_kwargs.vexact={page_size: 8, kv_cache_tokens: 176}",
+            "actor_rollout_ref.rollout.prometheus.enable=true",
+            "actor_rollout_ref.rollout.disable_log_stats=false",
+            "actor_rollout_ref.rollout.prometheus.file=FOLDER/prometheus/prometheus.yml",
+        ),
+        always=True,
     ),
     "V1, MoE, bf16, packed, T 0.6, two ranks and replicas": Case(
         "qwen3_moe", ("actor_rollout_ref.rollout.temperature=0.6",), ranks=2, always=True
@@ -88,7 +97,8 @@ def exact_run(folders, data, tmp_path_factory):
         if name not in made:
             case = EXACT[name]
             folder = tmp_path_factory.mktemp("run")
-            made[name] = run_verl(folder, folders(case.kind), data, *CONTRACT, *case.overrides, ranks=case.ranks)
+            overrides = [override.replace("FOLDER", str(folder)) for override in case.overrides]
+            made[name] = run_verl(folder, folders(case.kind), data, *CONTRACT, *overrides, ranks=case.ranks)
         return made[name]
 
     return run
@@ -107,6 +117,10 @@ def test_every_bit_agrees(exact_run, name):
     assert all(updates == replicas for updates in run.series("tim/rollout_weight_updates"))
     if "preemption" in name:
         assert all(preemptions > 0 for preemptions in run.series("tim/rollout_preemptions"))
+        assert all(0.5 < use <= 1 for use in run.series("tim/rollout_max_kv_use"))
+        scraped = yaml.safe_load((run.folder / "prometheus" / "prometheus.yml").read_text())["scrape_configs"][1]
+        (target,) = scraped["static_configs"][0]["targets"]
+        assert re.fullmatch(r"[\d.]+:\d+", target)
     manifest = run.manifest()
     trainer, rollout = manifest["trainer"], manifest["rollout"]
     assert trainer["facts"]["numerics"] == rollout["facts"]["numerics"] == "contract"

@@ -30,7 +30,7 @@ CLOCK_METRICS = re.compile(
     r"timing_s/.* | timing_per_token_ms/.* | (.*/)?perf/(?!total_num_tokens$).* | .*_seconds", re.VERBOSE
 )
 """Times, throughput and memory."""
-SCHEDULE_METRICS = re.compile(r"tim/rollout_(steps|preemptions|chunk_cuts|prefix_hit_tokens)")
+SCHEDULE_METRICS = re.compile(r"tim/rollout_(steps|preemptions|chunk_cuts|prefix_hit_tokens|max_.*|tokens_per_second)")
 """How requests fell into steps: they arrive when they arrive. Numbers of a batch-invariant engine do not depend on
 it."""
 

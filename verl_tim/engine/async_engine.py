@@ -207,10 +207,21 @@ class AsyncEngine:
 
     # Reports.
 
-    async def stats(self) -> EngineStats:
-        return await self._call(
-            lambda: dataclasses.replace(stats := self._engine.stats(), finished=dict(stats.finished)), settles=False
-        )
+    async def stats(self, *, begin_marks: bool = False) -> EngineStats:
+        """A copy.
+
+        Args:
+            begin_marks: what comes later is marked anew.
+        """
+
+        def read() -> EngineStats:
+            stats = self._engine.stats()
+            copy = dataclasses.replace(stats, finished=dict(stats.finished))
+            if begin_marks:
+                stats.begin_marks()
+            return copy
+
+        return await self._call(read, settles=False)
 
     async def describe(self) -> dict[str, Any]:
         return await self._call(self._engine.describe, settles=False)

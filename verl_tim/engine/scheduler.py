@@ -171,7 +171,7 @@ class Scheduler:
         draws = start + count == self.rows.num_tokens_S[slots]
         self._drew_at_S[slots[draws]] = self._step
         self.stats.chunk_cuts += int((~draws).sum())
-        self.stats.min_free_pages = min(self.stats.min_free_pages, self.pool.num_available)
+        self.stats.mark(len(self.rows), len(self.waiting), self.pool.num_available)
         return StepPlan(slots, start, count, draws, self.rows.tenancy_S[slots])
 
     def commit(self, plan: StepPlan, drawn: DrawnStep | None, weight_version: int) -> list[RequestOutput]:

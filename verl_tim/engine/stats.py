@@ -29,7 +29,11 @@ class EngineStats:
     total_pages: int = 0
     free_pages: int = 0  # available to allocate: free and cached
     cached_pages: int = 0
-    min_free_pages: int = 0  # low-water mark
+
+    # Marks since they were begun (`begin_marks`).
+    max_running: int = 0
+    max_waiting: int = 0
+    min_free_pages: int = 0
 
     schedule_seconds: float = 0.0
     build_seconds: float = 0.0
@@ -37,6 +41,38 @@ class EngineStats:
     sample_seconds: float = 0.0
     wait_seconds: float = 0.0  # on a GPU: for results of a step that still ran
     post_seconds: float = 0.0
+
+    @property
+    def busy_seconds(self) -> float:
+        """In which steps were made; from the first request of a batch to its last token, where nothing else is done."""
+        return (
+            self.schedule_seconds
+            + self.build_seconds
+            + self.forward_seconds
+            + self.sample_seconds
+            + self.wait_seconds
+            + self.post_seconds
+        )
+
+    @property
+    def max_kv_use(self) -> float:
+        """Share of the pages that were in use at most, since the marks were begun."""
+        return 1 - self.min_free_pages / self.total_pages if self.total_pages else 0.0
+
+    @property
+    def kv_use(self) -> float:
+        """Share of the pages that are in use; what only the prefix cache holds is free."""
+        return 1 - self.free_pages / self.total_pages if self.total_pages else 0.0
+
+    def mark(self, running: int, waiting: int, free_pages: int) -> None:
+        """What holds in a step."""
+        self.max_running = max(self.max_running, running)
+        self.max_waiting = max(self.max_waiting, waiting)
+        self.min_free_pages = min(self.min_free_pages, free_pages)
+
+    def begin_marks(self) -> None:
+        """Forget the marks, and begin with the gauges of this moment."""
+        self.max_running, self.max_waiting, self.min_free_pages = self.num_running, self.num_waiting, self.free_pages
 
     def as_dict(self) -> dict[str, object]:
         return dataclasses.asdict(self)

@@ -107,8 +107,10 @@ def refusals(rollout: Any) -> list[tuple[str, str]]:
         )
     if str(get("dtype", "bfloat16")) not in ("bfloat16", "float32"):
         found.append((f"{_PREFIX}.dtype={get('dtype')}", "choose bfloat16 or float32"))
-    if get("prometheus.enable", False):
-        found.append((f"{_PREFIX}.prometheus.enable", f"rollout {name} serves no metrics over HTTP: set it to false"))
+    if get("prometheus.enable", False) and get("disable_log_stats", False):
+        found.append(
+            (f"{_PREFIX}.disable_log_stats", "prometheus.enable asks for metrics: set it to false, as verl demands")
+        )
     return found
 
 

@@ -91,6 +91,11 @@ class EngineReplica(RolloutReplica):
         self.servers = [server]
         self._server_handle = server
         self._server_address = name
+        prometheus = self.config.prometheus
+        if prometheus.enable:
+            # verl writes the addresses into Prometheus' settings (workers/rollout/utils.py:141)
+            node_ip = next(node["NodeManagerAddress"] for node in ray.nodes() if node["NodeID"] == node_id)
+            self._server_address = await server.serve_metrics.remote(node_ip, prometheus.served_model_name)
 
     def _options(self) -> RolloutOptions:
         path = copy_to_local(self.model_config.path, use_shm=bool(self.model_config.get("use_shm", False)))

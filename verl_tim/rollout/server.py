@@ -13,6 +13,7 @@ import logging
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from functools import partial
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from verl_tim.engine.engine import Engine
 from verl_tim.engine.weight_reader import LocalTensors, Reader
 from verl_tim.numerics import determinism
 from verl_tim.rollout.options import RolloutOptions
+from verl_tim.rollout.prometheus import EngineCollector, serve
 from verl_tim.rollout.recorded import RECORD_PARAM, RECORDED_FIELD, Recorded
 from verl_tim.rollout.senders import Gathering, SendersError
 from verl_tim.rollout.shared_buckets import BucketReader, SharedBuffers, device_identity
@@ -34,6 +36,9 @@ logger = logging.getLogger(__name__)
 
 # Counters of `EngineStats` that a report holds.
 REPORTED_COUNTERS = ("steps", "drawn_tokens", "preemptions", "chunk_cuts", "prefix_hit_tokens", "weight_updates")
+
+# A scrape waits so long for the step that runs.
+_STATS_SECONDS = 30.0
 
 # verl's names for how a response ended (workers/rollout/vllm_rollout/vllm_async_server.py:724).
 _STOP_REASONS = {"stop": "completed", "length": "completed", "abort": "aborted"}
@@ -343,15 +348,41 @@ class EngineServer:
         return dataclasses.asdict(await self.engine.stats())
 
     async def report(self) -> dict[str, Any]:
-        """What happened since the last report: `counters` of the engine, `failures` of requests (messages).
+        """What happened since the last report: the engine's `counters` and `marks`, `failures` of requests (messages).
 
         Raises:
             EngineDeadError: the engine has failed, with the cause.
         """
-        stats, before = await self.engine.stats(), self._reported
+        stats, before = await self.engine.stats(begin_marks=True), self._reported
         failures, self._failures, self._reported = self._failures, [], stats
         counters = {name: getattr(stats, name) - getattr(before, name) for name in REPORTED_COUNTERS}
-        return {"counters": counters, "failures": failures}
+        marks = {
+            "max_running": stats.max_running,
+            "max_waiting": stats.max_waiting,
+            "max_kv_use": stats.max_kv_use,
+            "tokens_per_second": counters["drawn_tokens"] / max(stats.busy_seconds - before.busy_seconds, 1e-9),
+        }
+        return {"counters": counters, "marks": marks, "failures": failures}
+
+    async def serve_metrics(self, address: str, model_name: str | None) -> str:
+        """Serve the engine's metrics as Prometheus text until this process ends; "address:port".
+
+        Args:
+            address: of this node, at which to listen.
+            model_name: a label of every metric; None: the name of the model's folder.
+        """
+        loop = asyncio.get_running_loop()
+
+        def stats() -> EngineStats:
+            return asyncio.run_coroutine_threadsafe(self.engine.stats(), loop).result(_STATS_SECONDS)
+
+        labels = {
+            "rollout": self.name,
+            "replica": str(self.replica_rank),
+            "model_name": model_name or Path(self.options.engine.model_path).name,
+        }
+        port = serve(EngineCollector(stats, lambda: self.global_steps, labels), address)
+        return f"{address}:{port}"
 
     async def weight_checksum(self) -> str:
         """Checksum over all weights in use."""

@@ -100,7 +100,7 @@ class RolloutWatch:
         self._servers = servers_of(server_managers) if ours else []
 
     def check(self) -> dict[str, float]:
-        """Counters since the last call as metrics, summed over the servers.
+        """Counters and marks since the last call as metrics: sums over the servers, and the highest of them (max_*).
 
         Raises:
             RolloutError: a request failed; names how many and the first cause. Ray's errors if a server is dead.
@@ -109,8 +109,12 @@ class RolloutWatch:
         failures = [failure for report in reports for failure in report["failures"]]
         if failures:
             raise RolloutError(f"{len(failures)} requests to the rollout failed; the first: {failures[0]}")
-        names = reports[0]["counters"] if reports else ()
-        return {f"tim/rollout_{name}": float(sum(report["counters"][name] for report in reports)) for name in names}
+        merged = {}
+        for kind in ("counters", "marks"):
+            for name in reports[0][kind] if reports else ():
+                values = [report[kind][name] for report in reports]
+                merged[f"tim/rollout_{name}"] = float(max(values) if name.startswith("max_") else sum(values))
+        return merged
 
 
 class RolloutError(RuntimeError):
