@@ -429,3 +429,17 @@ def test_assemble_puts_rows_back_and_keeps_the_first_epoch():
     assert seen.fresh_B.tolist() == [True, True, False, False]
     assert torch.equal(seen.kept_BT, valid)
     assert not bool(assemble([], 2, 3).seen_B.any())
+
+
+def test_a_step_is_told_what_it_cost_and_the_next_one_begins_at_zero(monkeypatch):
+    now = iter([10.0, 10.5, 20.0, 22.0, 30.0, 30.25])
+    monkeypatch.setattr("verl_tim.training.observer.time.perf_counter", lambda: next(now))
+    watching = observer()
+    with watching.timed():
+        pass
+    with pytest.raises(MismatchError), watching.timed():
+        raise MismatchError
+    assert watching.timing() == {"timing_s/tim": 2.5}
+    with watching.timed():
+        pass
+    assert watching.timing() == {"timing_s/tim": 0.25}

@@ -113,6 +113,8 @@ def test_every_bit_agrees(exact_run, name):
     assert run.series("training/rollout_probs_diff_max") == [0.0] * 3
     assert run.series("tim/trainer_self_delta_max") == [0.0] * 3
     assert max(abs(k1) for k1 in run.series("tim/ppo_k1")) > 0, "the second mini-batch saw moved weights"
+    pairs = zip(run.series("timing_s/tim"), run.series("timing_s/step"), strict=True)
+    assert all(0 < tim < step for tim, step in pairs)
     replicas = case.replicas or case.ranks
     assert all(updates == replicas for updates in run.series("tim/rollout_weight_updates"))
     if "preemption" in name:

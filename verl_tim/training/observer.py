@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -157,7 +159,22 @@ class StepObserver:
         self._compared = 0  # tokens of the step under way that the gate has compared
         self._largest = 0.0  # nats, their largest difference
         self._part = 0  # of the step under way
+        self._seconds = 0.0  # of the step under way
         self._tokens = TokenDumper(tim, decode, correction=correction or {}, model_path=model_path)
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """The block is this package's work for the step under way."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds += time.perf_counter() - began
+
+    def timing(self) -> dict[str, float]:
+        """`timing_s/tim` of the step, which ends with it: what diagnosis, gate and dumps cost the trainer's process."""
+        seconds, self._seconds = self._seconds, 0.0
+        return {"timing_s/tim": seconds}
 
     # ------------------------------------------------------------------------------------------------- two moments
 

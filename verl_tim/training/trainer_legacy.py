@@ -109,8 +109,9 @@ class TimRayPPOTrainer(StopAfterCheckpoint, RayPPOTrainer):
             batch.batch[OLD_FORWARD_FIELD] = self._compute_old_log_prob(batch)[0].batch["old_log_probs"]
         if self.correction.baseline_scope == "kept":
             self._kept_baseline(batch)
-        step_batch = self._step_batch(batch)
-        self.observer.before_update(self.global_steps, step_batch)
+        with self.observer.timed():
+            step_batch = self._step_batch(batch)
+            self.observer.before_update(self.global_steps, step_batch)
         # of no use to the workers, and large
         batch.non_tensor_batch.pop(RECORDED_FIELD, None)
         batch.non_tensor_batch.pop(RECORD_PARAM, None)
@@ -122,10 +123,12 @@ class TimRayPPOTrainer(StopAfterCheckpoint, RayPPOTrainer):
         metrics = output.meta_info["metrics"]
         records, reports, forwards = (take(metrics, name) for name in (RECORD_METRIC, REPORT_METRIC, FORWARD_METRIC))
         metrics.update(counters)
-        metrics.update(step_metrics(reports, self.correction, reused=self._reuses))
-        metrics.update(replay_metrics(take(metrics, REPLAY_METRIC)))
-        self.observer.dump_update(self.global_steps, records, reports)
-        metrics.update(self.observer.after_update(self.global_steps, step_batch, records, reports, forwards))
+        with self.observer.timed():
+            metrics.update(step_metrics(reports, self.correction, reused=self._reuses))
+            metrics.update(replay_metrics(take(metrics, REPLAY_METRIC)))
+            self.observer.dump_update(self.global_steps, records, reports)
+            metrics.update(self.observer.after_update(self.global_steps, step_batch, records, reports, forwards))
+        metrics.update(self.observer.timing())
         self._save_if_stopped()
         return output
 

@@ -154,12 +154,13 @@ class TimTrainer(_Base):
             metrics.update(self._counters)
             self._counters.clear()
         if parts and self.observer is not None and self.correction is not None:
-            whole = _Part.joined(parts)
-            metrics.update(step_metrics(whole.reports, self.correction, reused=self._reuses))
-            metrics.update(replay_metrics(whole.replays))
-            metrics.update(
-                self.observer.after_update(self.global_steps, whole.batch, whole.records, whole.reports, whole.forwards)
-            )
+            with self.observer.timed():
+                whole = _Part.joined(parts)
+                metrics.update(step_metrics(whole.reports, self.correction, reused=self._reuses))
+                metrics.update(replay_metrics(whole.replays))
+                records, reports, forwards = whole.records, whole.reports, whole.forwards
+                metrics.update(self.observer.after_update(self.global_steps, whole.batch, records, reports, forwards))
+            metrics.update(self.observer.timing())
         return batch
 
     def _step_once(self, metrics: dict, timing_raw: dict, sample_batch_size: int) -> KVBatchMeta:
@@ -284,8 +285,9 @@ class TimTrainer(_Base):
             return super()._update_actor(batch, metrics)
         # an agent may give a prompt several outputs, and more rows are more optimiser steps
         self.correction.check_schedule(optimizer_steps(self.config, len(batch.keys)) * self.parameter_sync_step)
-        step_batch = self._step_batch(batch)
-        self.observer.before_update(self.global_steps, step_batch)
+        with self.observer.timed():
+            step_batch = self._step_batch(batch)
+            self.observer.before_update(self.global_steps, step_batch)
         worker_group = self.actor_rollout_wg
         taker = _Taker(worker_group)
         self.actor_rollout_wg = taker
@@ -297,7 +299,8 @@ class TimTrainer(_Base):
         assert self.tim is not None
         watch_flags(self.tim, self, self.global_steps)
         part = _Part(step_batch, taker.records, taker.reports, taker.forwards, taker.replays)
-        self.observer.dump_update(self.global_steps, part.records, part.reports)
+        with self.observer.timed():
+            self.observer.dump_update(self.global_steps, part.records, part.reports)
         self._parts.append(part)
         return batch
 
