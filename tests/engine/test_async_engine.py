@@ -326,6 +326,99 @@ async def test_pause_returns_when_no_step_runs(make_engine):
 
 
 @pytest.mark.asyncio
+async def test_finish_ends_what_is_there_and_lets_the_others_wait_for_new_weights(make_engine):
+    model = GatedModel()
+    engine = make_engine(model, max_num_seqs=2)
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    before = [asyncio.ensure_future(engine.generate(f"b{i}", [2 + i], params)) for i in range(3)]
+    await until(model.inside.is_set)
+    finish = asyncio.ensure_future(engine.finish())
+    again = asyncio.ensure_future(engine.finish())
+    await asyncio.sleep(0.01)
+    after = [asyncio.ensure_future(engine.generate(f"a{i}", [2 + i], params)) for i in range(3)]
+    wrong = asyncio.ensure_future(engine.generate("b0", [2], params))  # its name is free by then
+    unfit = asyncio.ensure_future(engine.generate("unfit", [VOCAB], params))
+    gone = asyncio.ensure_future(engine.generate("gone", [2], params))
+    await asyncio.sleep(0.01)
+    gone.cancel()
+    assert not await engine.abort("nobody")
+    assert await engine.abort("a2")
+    assert (await after[2]).token_ids == []
+    await asyncio.wait_for(asyncio.gather(finish, again), 10)
+    assert all(task.done() for task in before)
+    assert not any(task.done() for task in after[:2])
+    with pytest.raises(RequestError, match="unfit"):
+        await unfit
+    forwards = model.forwards
+    await engine.update_weights(salt(1), 1)
+    await asyncio.sleep(0.02)
+    assert model.forwards == forwards, "a step ran behind the closed gate"
+    await engine.resume()
+    for version, tasks in ((0, before), (1, [*after[:2], wrong])):
+        for task in tasks:
+            output = await asyncio.wait_for(task, 10)
+            assert set(output.weight_versions) == {version}
+            assert len(output.token_ids) == 40
+    assert gone.cancelled()
+    assert engine._engine.request_ids() == []
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("closed", ["paused", "asleep", "idle"])
+async def test_finish_does_not_wait_for_what_cannot_go_on(make_engine, closed):
+    engine = make_engine()
+    if closed == "paused":
+        await engine.pause()
+    elif closed == "asleep":
+        await engine.sleep(["kv_cache"])
+    task = None
+    if closed != "idle":
+        task = asyncio.ensure_future(engine.generate("a", [2], SamplingParams(max_tokens=4)))
+        await asyncio.sleep(0.01)
+    await asyncio.wait_for(engine.finish(), 5)
+    if closed == "asleep":
+        await engine.wake(["kv_cache"])
+    await asyncio.sleep(0.02)
+    assert task is None or not task.done(), "the gate is closed"
+    await engine.resume()
+    check_output(
+        await (task or engine.generate("a", [2], SamplingParams(max_tokens=4))), [2], SamplingParams(max_tokens=4)
+    )
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("ends", ["abort_all", "resume", "shutdown", "death"])
+async def test_whoever_waits_for_the_end_hears_of_another_one(make_engine, ends):
+    model = GatedModel()
+    engine = make_engine(model)
+    task = asyncio.ensure_future(engine.generate("a", [2], LONG))
+    await until(model.inside.is_set)
+    finish = asyncio.ensure_future(engine.finish())
+    await asyncio.sleep(0.01)
+    parked = asyncio.ensure_future(engine.generate("parked", [3], LONG))
+    await asyncio.sleep(0.01)
+    assert not finish.done()
+    if ends == "abort_all":
+        assert sorted(await engine.abort_all()) == ["a", "parked"]
+        await finish
+        assert {(await task).finish_reason, (await parked).finish_reason} == {"abort"}
+        return
+    if ends == "resume":
+        await engine.resume()
+        await finish
+        await until(lambda: "parked" in engine._engine.request_ids())
+        assert len(await engine.abort_all()) == 2
+        return
+    if ends == "shutdown":
+        await asyncio.to_thread(engine.shutdown)
+    else:
+        model.fail_at = model.forwards + 2
+    for waiting in (finish, task, parked):
+        with pytest.raises(EngineDeadError):
+            await asyncio.wait_for(waiting, 5)
+
+
+@pytest.mark.asyncio
 async def test_weights_change_only_between_steps_while_requests_run(make_engine):
     model = GatedModel()
     engine = make_engine(model, enable_prefix_cache=True, max_num_seqs=4)

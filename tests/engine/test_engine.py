@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.engine.deferred_device import DeferredDevice
 from tests.engine.fake_model import EOS, MAX_LEN, VOCAB, FakeModel
 from tests.engine.support import check_output, fake_engine, random_prompts, run_all
 from tests.engine.tiny_models import save
@@ -341,6 +342,27 @@ def test_weight_update_may_abort_what_is_in_flight():
         engine.update_weights([], 2, in_flight="drop")
     with pytest.raises(ValueError, match="version='2'"):
         engine.update_weights([], "2")
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_weight_update_may_wait_for_what_is_in_flight(ahead):
+    engine = fake_engine(device=DeferredDevice() if ahead else None, max_num_seqs=1)
+    params = SamplingParams(max_tokens=9, ignore_eos=True)
+    for name in "ab":
+        engine.add(name, [2], params)
+    engine.step()
+    outputs = engine.update_weights([("salt", torch.tensor(1))], 1, in_flight="finish")
+    assert [output.request_id for output in outputs] == ["a", "b"]
+    assert all(output.weight_versions == [0] * 9 for output in outputs)
+    assert not engine.has_work()
+    engine.add("c", [2], params)
+    engine.release_kv_cache()
+    with pytest.raises(EngineStateError, match="resume_kv_cache"):
+        engine.update_weights([("salt", torch.tensor(2))], 2, in_flight="finish")
+    assert engine.weight_version == 1
+    engine.resume_kv_cache()
+    (output,) = engine.update_weights([("salt", torch.tensor(2))], 2, in_flight="finish")
+    assert output.weight_versions == [1] * 9
 
 
 def test_a_failed_weight_update_stops_the_engine_until_one_succeeds():

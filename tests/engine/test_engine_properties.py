@@ -110,15 +110,17 @@ class EngineMachine(RuleBasedStateMachine):
         assert {output.request_id for output in outputs} == set(chosen)
         self.collect(outputs, reason="abort")
 
-    @rule(kind=st.sampled_from(["update", "update and abort", "sleep", "clear", "abort all"]))
+    @rule(kind=st.sampled_from(["update", "update and abort", "update and finish", "sleep", "clear", "abort all"]))
     def disrupt(self, kind):
         if "abort" in kind:
             self.settle()
         if kind.startswith("update"):
             self.version += 1
-            in_flight = "abort" if "abort" in kind else "keep"
+            in_flight = kind.rpartition(" ")[2] if " " in kind else "keep"
             weights = [("salt", torch.tensor(self.version))]
-            self.collect(self.engine.update_weights(weights, self.version, in_flight=in_flight), reason="abort")
+            outputs = self.engine.update_weights(weights, self.version, in_flight=in_flight)
+            self.collect(outputs, reason="abort" if in_flight == "abort" else None)
+            assert in_flight == "keep" or not self.pending
         elif kind == "sleep":
             self.engine.release_kv_cache()
             self.engine.audit()

@@ -214,7 +214,9 @@ def test_weight_updates_sleep_and_abort_in_the_middle(folders, crews, split, ahe
         take(engine.update_weights(iter(new), 8, in_flight="abort"))
         assert not engine.request_ids()
         engine.add("last", PROMPTS[3], params(3))
-        take(run_all(engine, audit=False).values())
+        engine.step()
+        take(engine.update_weights(iter(new), 9, in_flight="finish"))
+        assert not engine.has_work()
         return outputs, checksum
 
     config = {"max_num_batched_tokens": 64, "enable_prefix_cache": True}
@@ -224,7 +226,7 @@ def test_weight_updates_sleep_and_abort_in_the_middle(folders, crews, split, ahe
     several, checksum = life(engine)
     assert checksum == one_checksum
     assert bits(several["last"]) == bits(one["last"])
-    assert several["last"].weight_versions[0] == 8
+    assert set(several["last"].weight_versions) == {8}
     assert several.keys() == one.keys()
     engine.each_rank(faults.audit)
     assert engine.each_rank(faults.requests) == [[]] * engine.config.num_ranks

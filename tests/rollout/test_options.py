@@ -71,7 +71,7 @@ def test_options_of_another_rollout_are_not_read():
         ({"engine_kwargs": {"vexact": {"numerics": "stock"}}}, r"engine_kwargs\.vexact\.numerics"),
         ({"engine_kwargs": {"vexact": {"page_size": 0}}}, "page_size=0"),
         ({"engine_kwargs": {"vexact": {"num_threads": 0}}}, "num_threads=0"),
-        ({"engine_kwargs": {"vexact": {"in_flight": "drop"}}}, "in_flight='drop': choose keep or abort"),
+        ({"engine_kwargs": {"vexact": {"in_flight": "drop"}}}, "in_flight='drop': choose keep, abort, finish"),
         ({"engine_kwargs": {"vexact": 5}}, r"engine_kwargs\.vexact=5"),
         ({"engine_kwargs": {"vexact": {"kv_cache_tokens": 96}}}, r"kv_cache_tokens=96 .*at least 112"),
         ({"name": "stock", "tensor_model_parallel_size": 2}, "rollout.tensor_model_parallel_size=2: rollout stock has"),

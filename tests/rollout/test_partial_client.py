@@ -185,3 +185,26 @@ def test_choices_are_joined_only_where_every_part_recorded_them():
     assert merged[RECORDED_FIELD]["top1"].tolist() == [1, 2, 1, 2]
     assert merged[RECORDED_FIELD]["routes"].shape == (4, 1, 2)
     assert merged_fields([part(2, [1], **{RECORDED_FIELD: one}), part(2, [2])])[RECORDED_FIELD] is None
+
+
+@pytest.mark.asyncio
+async def test_a_server_that_finishes_what_it_has_mixes_no_versions(folder, weights_of):
+    options = {"in_flight": "finish", "page_size": 4, "kv_cache_tokens": 160}
+    server = make(folder, response_length=LENGTH, max_num_seqs=3, engine_kwargs={"vexact": options}, ignore_eos=True)
+    try:
+        before = asyncio.create_task(server.generate([5, 6], {**SAMPLED, "max_tokens": LENGTH}, "before"))
+        await drawn(server, 3)
+        closing = asyncio.create_task(server.abort_all_requests())
+        await asyncio.sleep(0)
+        late = asyncio.create_task(server.generate([5, 6], {**SAMPLED, "max_tokens": LENGTH}, "late"))
+        assert (await closing)["aborted_count"] == 0
+        assert before.done()
+        await update(server, weights_of(1), 1)
+        assert not late.done()
+        await server.resume_generation()
+        for version, task in enumerate((before, late)):
+            output = await task
+            assert len(output.token_ids) == LENGTH
+            assert token_versions(output.extra_fields, LENGTH).tolist() == [version] * LENGTH
+    finally:
+        server.engine.shutdown()

@@ -54,12 +54,22 @@ class _Command:
     settles: bool = True
 
 
+@dataclasses.dataclass(frozen=True)
+class _Parked:
+    """A request that the engine has not seen yet."""
+
+    request_id: str
+    prompt_ids: Any
+    params: Any
+    future: concurrent.futures.Future
+
+
 class AsyncEngine:
     """An :class:`Engine` in a thread. All coroutines may be called from any event loop, also from several.
 
-    The gate: ``pause`` and ``abort_all`` close it, ``resume`` opens it. Behind a closed gate no step runs; requests
-    that arrive are parked, or answered at once as aborted if ``abort_all(reject_new=True)`` closed it. A sleeping
-    engine parks them too.
+    The gate: ``pause``, ``abort_all`` and ``finish`` close it, ``resume`` opens it. Behind a closed gate no step runs;
+    requests that arrive are parked, or answered at once as aborted if ``abort_all(reject_new=True)`` closed it. A
+    sleeping engine parks them too.
 
     Args:
         config: settings of the engine, which is made in the calling thread.
@@ -77,6 +87,8 @@ class AsyncEngine:
         self._waiters: dict[str, concurrent.futures.Future] = {}
         self._paused = False
         self._rejecting = False
+        self._finishing: list[concurrent.futures.Future] = []  # callers of `finish` that wait
+        self._parked: list[_Parked] = []  # came while others were being finished
         self._asleep: set[str] = set()
         self._thread = threading.Thread(target=self._loop, name="vexact-step", daemon=True)
         self._thread.start()
@@ -107,7 +119,12 @@ class AsyncEngine:
 
     async def abort(self, request_id: str) -> bool:
         """Abort one request; its caller gets what it drew. False if it is not in flight."""
-        return await self._call(lambda: bool(self._resolve(self._engine.abort(request_id))))
+
+        def run() -> bool:
+            self._let_in(lambda parked: parked.request_id == request_id)
+            return bool(self._resolve(self._engine.abort(request_id)))
+
+        return await self._call(run)
 
     async def abort_all(self, *, reject_new: bool = False) -> list[str]:
         """Close the gate and abort every unfinished request; their callers get what they drew.
@@ -121,6 +138,7 @@ class AsyncEngine:
 
         def run() -> list[str]:
             self._paused, self._rejecting = True, reject_new
+            self._wait_no_more()
             return self._resolve(self._engine.abort())
 
         return await self._call(run)
@@ -133,11 +151,19 @@ class AsyncEngine:
 
         await self._call(run)
 
+    async def finish(self) -> None:
+        """Close the gate behind the unfinished requests: when this returns they have ended, and no step is running.
+
+        Where no step can run (the gate is closed, the engine asleep or without weights) they wait, as by :meth:`pause`.
+        """
+        await asyncio.wrap_future(self._send(self._finishing.append, deferred=True, settles=False))
+
     async def resume(self) -> None:
         """Open the gate."""
 
         def run() -> None:
             self._paused = self._rejecting = False
+            self._wait_no_more()
             self._fail_the_stuck()
 
         await self._call(run)
@@ -303,6 +329,8 @@ class AsyncEngine:
                     self._run(self._inbox.popleft())
                 if self._can_step():
                     self._resolve(self._engine.step())
+                if self._finishing and not self._can_step():
+                    self._close_behind()
         except _Stopped as stopped:
             self._end(stopped)
         except _Fatal as fatal:
@@ -330,15 +358,46 @@ class AsyncEngine:
                 future.set_result(result)
 
     def _admit(self, request_id: str, prompt_ids: Any, params: Any, future: concurrent.futures.Future) -> None:
-        reason = self._engine.no_weights
+        parked = _Parked(request_id, prompt_ids, params, future)
+        if self._finishing:
+            self._parked.append(parked)
+        else:
+            self._enter(parked)
+
+    def _enter(self, request: _Parked) -> None:
+        request_id, reason = request.request_id, self._engine.no_weights
         if reason is not None and not (self._asleep or self._paused):
             raise EngineStateError(f"request {request_id}: {reason}")
-        self._engine.add(request_id, prompt_ids, params)  # checks it, also where it is then turned away
-        self._waiters[request_id] = future
+        self._engine.add(request_id, request.prompt_ids, request.params)  # checks it, also where it is then turned away
+        self._waiters[request_id] = request.future
         if self._rejecting:
             self._resolve(self._engine.abort(request_id))
 
+    def _close_behind(self) -> None:
+        self._paused = True
+        self._resolve(self._engine.drain())
+        self._wait_no_more()
+
+    def _wait_no_more(self) -> None:
+        """Whoever waits in `finish` goes on, and what was parked meanwhile enters; behind a closed gate it waits."""
+        finishing, self._finishing = self._finishing, []
+        self._let_in(lambda _: True)
+        for future in finishing:
+            future.set_result(None)
+
+    def _let_in(self, chosen: Callable[[_Parked], bool]) -> None:
+        parked, self._parked = self._parked, []
+        for each in parked:
+            if not chosen(each):
+                self._parked.append(each)
+                continue
+            try:
+                self._enter(each)
+            except (EngineStateError, ValueError) as error:
+                each.future.set_exception(error)
+
     def _abandon(self, request_id: str, future: concurrent.futures.Future) -> None:
+        self._parked = [each for each in self._parked if each.future is not future]
         if self._waiters.get(request_id) is future:
             self._resolve(self._engine.abort(request_id))
 
@@ -375,7 +434,9 @@ class AsyncEngine:
             pending = [command.future for command in self._inbox if command.future.set_running_or_notify_cancel()]
             self._inbox.clear()
         waiters, self._waiters = self._waiters, {}
-        for future in (*waiters.values(), *pending):
+        parked, self._parked = [each.future for each in self._parked], []
+        finishing, self._finishing = self._finishing, []
+        for future in (*waiters.values(), *parked, *finishing, *pending):
             future.set_exception(self._dead())
         self._engine.close()
 

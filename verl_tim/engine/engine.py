@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import psutil
 import torch
@@ -48,7 +48,7 @@ from verl_tim.numerics.contract import contract_id
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-InFlight = Literal["keep", "abort"]
+InFlight = Literal["keep", "abort", "finish"]
 
 
 class Engine:
@@ -443,13 +443,14 @@ class Engine:
         carries, for tokens drawn before and after.
 
         Args:
-            in_flight: "keep" unfinished requests, or "abort" them.
+            in_flight: "keep" unfinished requests, "abort" them, or "finish" them under the old weights first.
             reader: for a split engine only (`parallel_engine`).
 
         Returns:
-            Outputs of aborted requests.
+            Outputs of aborted and of finished requests.
 
         Raises:
+            EngineStateError: there are requests to finish, and no weights or no KV cache to do it with.
             Whatever the stream or the model raises (``models.WeightError`` names the tensor). The model is then in
             between: the engine refuses to run until an update succeeds; unfinished requests stay.
         """
@@ -459,6 +460,10 @@ class Engine:
         self._check_alive()
         self._settle()
         outputs = self.abort() if in_flight == "abort" else []
+        if in_flight == "finish" and self.has_work():
+            self._check_ready()
+            while self.has_work():
+                outputs += self.step()
         try:
             self._model.load_weights(weights)
         except BaseException as error:
@@ -472,8 +477,8 @@ class Engine:
 
     @staticmethod
     def _check_update(version: int, in_flight: InFlight) -> None:
-        if in_flight not in ("keep", "abort"):
-            raise ValueError(f"in_flight={in_flight!r}: expected 'keep' or 'abort'")
+        if in_flight not in get_args(InFlight):
+            raise ValueError(f"in_flight={in_flight!r}: expected 'keep', 'abort' or 'finish'")
         if isinstance(version, bool) or not isinstance(version, int):
             raise ValueError(f"version={version!r}: expected an integer")
 

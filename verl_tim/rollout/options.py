@@ -51,7 +51,8 @@ class RolloutOptions:
         ignore_eos: draw on past the end-of-sequence token.
         free_cache_engine: release weights and KV cache while the trainer works.
         num_threads: torch threads of the server; None leaves what Ray gave it.
-        in_flight: what becomes of unfinished responses when verl calls for a weight update: "keep" or "abort".
+        in_flight: what becomes of unfinished responses when verl calls for a weight update: "keep", "abort" or
+            "finish".
         return_routes: every response comes with the experts of all its positions.
     """
 
@@ -157,7 +158,7 @@ def rollout_options(
     ):
         raise ConfigError(f"{where}.num_threads={num_threads!r}: give a number of threads, or null for torch's default")
     if in_flight not in get_args(InFlight):
-        raise ConfigError(f"{where}.in_flight={in_flight!r}: choose keep or abort")
+        raise ConfigError(f"{where}.in_flight={in_flight!r}: choose {', '.join(get_args(InFlight))}")
 
     return_routes = bool(rollout.get("enable_rollout_routing_replay") or False)
     if return_routes and device.startswith("cuda"):

@@ -148,8 +148,9 @@ class EngineServer:
     async def abort_all_requests(self, reject_request: bool = False) -> dict[str, Any]:
         """verl's announcement of a weight update (or of a rest): close the gate until `resume_generation`.
 
-        What is in flight is kept or aborted, as `in_flight` says. A kept response goes on from where it stands, under
-        the weights that are there by then; of an aborted one the client sends prompt and tokens again, to the same end.
+        What is in flight is kept, aborted or finished, as `in_flight` says. A kept response goes on from where it
+        stands, under the weights that are there by then; of an aborted one the client sends prompt and tokens again, to
+        the same end; for those that are to be finished this call waits.
 
         Args:
             reject_request: the server leaves the load balancer: abort in any case, and turn late requests away instead
@@ -157,6 +158,9 @@ class EngineServer:
         """
         if self.options.in_flight == "keep" and not reject_request:
             await self.engine.pause()
+            return {"aborted_count": 0, "request_ids": []}
+        if self.options.in_flight == "finish" and not reject_request:
+            await self.engine.finish()
             return {"aborted_count": 0, "request_ids": []}
         request_ids = await self.engine.abort_all(reject_new=reject_request)
         return {"aborted_count": len(request_ids), "request_ids": request_ids}
