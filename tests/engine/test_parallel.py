@@ -141,7 +141,9 @@ def test_no_split_changes_a_bit(folders, reference, crews, split, name, schedule
     add_all(engine)
     got = run_all(engine, audit=False)
     assert {key: bits(output) for key, output in got.items()} == {k: bits(output) for k, output in outputs.items()}
-    if not ahead:  # whose runner records no routes
+    if ahead and "pp" in split:  # whose stages give out none
+        assert all(routes(output) is None for output in got.values())
+    else:
         assert {key: routes(output) for key, output in got.items()} == {k: routes(o) for k, o in outputs.items()}
         assert (routes(got["r0"]) is None) == (name != "moe")
     stats = engine.stats()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
+from tests.engine.deferred_device import DeferredDevice
 from tests.engine.fake_model import VOCAB, FakeModel
 from tests.engine.support import fake_engine, random_prompts, run_all
 from verl_tim.engine import RequestError, SamplingParams
@@ -18,6 +21,7 @@ class RoutedModel(FakeModel):
 
     def __init__(self) -> None:
         super().__init__()
+        self.config.moe = SimpleNamespace(layers=range(LAYERS), top_k=TOP_K)
         self.recorded_steps = 0
 
     def forward(self, token_ids_T, paged, k_pages, v_pages, chosen=None):
@@ -26,6 +30,20 @@ class RoutedModel(FakeModel):
             for layer in range(LAYERS):
                 chosen.append(torch.stack([token_ids_T, torch.full_like(token_ids_T, layer)], 1))
         return super().forward(token_ids_T, paged, k_pages, v_pages)
+
+
+@pytest.fixture(params=["plain", "ahead, recorded", "ahead, recorded, early", "ahead, eager"])
+def make(request):
+    """Engines of both runners: routes come with a step, or with the results of one that ran behind the host."""
+
+    def engine(model, **settings):
+        if request.param == "plain":
+            return fake_engine(model, **settings)
+        device = DeferredDevice(early=0.5 if "early" in request.param else 0.0)
+        return fake_engine(model, device=device, enforce_eager="eager" in request.param, **settings)
+
+    engine.plain = request.param == "plain"
+    return engine
 
 
 def expected(prompt, token_ids):
@@ -44,9 +62,9 @@ def expected(prompt, token_ids):
     ],
     ids=["plain", "chunks", "preemption", "prefix cache", "all of it"],
 )
-def test_every_position_has_its_routes(settings):
+def test_every_position_has_its_routes(make, settings):
     model = RoutedModel()
-    engine = fake_engine(model, **{"kv_cache_tokens": 1024, **settings})
+    engine = make(model, **{"kv_cache_tokens": 1024, **settings})
     prompts = random_prompts(9, 1, 30, VOCAB)
     for index, prompt in enumerate(prompts):
         engine.add(str(index), prompt, SamplingParams(max_tokens=20, seed=index, record_routes=index % 3 == 0))
@@ -66,10 +84,10 @@ def test_every_position_has_its_routes(settings):
             assert (output.routes_NLK == whole[len(prompt) - 1 :]).all()
 
 
-def test_shared_pages_bring_their_routes():
+def test_shared_pages_bring_their_routes(make):
     """Of a prompt that comes again, and of one whose pages nobody recorded, which is computed again."""
     model = RoutedModel()
-    engine = fake_engine(model, kv_cache_tokens=1024, enable_prefix_cache=True)
+    engine = make(model, kv_cache_tokens=1024, enable_prefix_cache=True)
     prompt = list(range(2, 32))
     params = {"max_tokens": 4, "seed": 1}
 
@@ -90,9 +108,9 @@ def test_shared_pages_bring_their_routes():
     assert (recorded.routes_TLK == expected(other, recorded.token_ids)).all()
 
 
-def test_requests_that_share_pages_within_one_step():
+def test_requests_that_share_pages_within_one_step(make):
     model = RoutedModel()
-    engine = fake_engine(model, kv_cache_tokens=1024, enable_prefix_cache=True, max_num_batched_tokens=256)
+    engine = make(model, kv_cache_tokens=1024, enable_prefix_cache=True, max_num_batched_tokens=256)
     prompt = list(range(2, 32))
     for name in "abcd":
         engine.add(name, prompt, SamplingParams(max_tokens=4, seed=ord(name), record_routes=True))
@@ -102,7 +120,7 @@ def test_requests_that_share_pages_within_one_step():
         assert (output.routes_TLK == expected(prompt, output.token_ids)).all()
 
 
-def test_what_was_known_first_stays():
+def test_what_was_known_first_stays(make):
     """A token keeps the routes that it was drawn with, when its sequence is computed again under other weights."""
 
     class Moving(RoutedModel):
@@ -116,11 +134,12 @@ def test_what_was_known_first_stays():
             return hidden
 
     model = Moving()
-    engine = fake_engine(model, kv_cache_tokens=1024)
+    engine = make(model, kv_cache_tokens=1024)
     prompt = [5, 6, 7]
     engine.add("a", prompt, SamplingParams(max_tokens=8, seed=3, ignore_eos=True, record_routes=True))
     for _ in range(3):
         engine.step()
+    engine.drain()
     model.shift = 1
     engine.update_weights([("salt", torch.tensor(1))], 1)
     output = run_all(engine)["a"]
@@ -130,16 +149,19 @@ def test_what_was_known_first_stays():
     assert second_T.tolist() == [0] * (len(prompt) + drawn_before - 1) + [100] * (8 - drawn_before)
 
 
-def test_nothing_is_recorded_unasked():
+def test_nothing_is_recorded_unasked(make):
     model = RoutedModel()
-    engine = fake_engine(model, kv_cache_tokens=1024)
+    engine = make(model, kv_cache_tokens=1024)
+    measured = model.recorded_steps
     engine.add("a", [2, 3], SamplingParams(max_tokens=4))
-    run_all(engine)
-    assert model.recorded_steps == 0
+    output = run_all(engine)["a"]
+    assert output.routes_TLK is None
+    if make.plain:
+        assert model.recorded_steps == measured == 0
 
 
-def test_a_dense_model_has_no_routes():
-    engine = fake_engine(kv_cache_tokens=1024, enable_prefix_cache=True)
+def test_a_dense_model_has_no_routes(make):
+    engine = make(FakeModel(), kv_cache_tokens=1024, enable_prefix_cache=True)
     engine.add("a", [2, 3], SamplingParams(max_tokens=4, record_routes=True))
     output = run_all(engine)["a"]
     assert output.routes_TLK is None

@@ -52,6 +52,18 @@ def test_a_gpu_takes_verls_memory_share_and_eager_switch():
     assert (on_cpu.gpu_memory_utilization, on_cpu.enforce_eager) == (None, False)
 
 
+def test_routes_come_from_gpus_but_not_from_their_stages():
+    def on(device, **changes):
+        asked = config(enable_rollout_routing_replay=True, **changes)
+        return rollout_options(asked, model_path="/model", max_position_embeddings=128, device=device)
+
+    assert on("cuda:0").return_routes
+    assert on("cuda:0", tensor_model_parallel_size=2).return_routes
+    assert on("cpu", pipeline_model_parallel_size=2).return_routes
+    with pytest.raises(ConfigError, match=r"enable_rollout_routing_replay: .* pipeline_model_parallel_size=1"):
+        on("cuda:0", pipeline_model_parallel_size=2)
+
+
 def test_the_engine_is_split_as_verl_asks():
     engine = options(tensor_model_parallel_size=2, pipeline_model_parallel_size=3).engine
     assert (engine.tensor_parallel_size, engine.pipeline_parallel_size, engine.num_ranks) == (2, 3, 6)

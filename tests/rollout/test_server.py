@@ -25,7 +25,7 @@ GREEDY = {"temperature": 0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0
 SAMPLED = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True, "seed": 3}
 
 
-def make(folder, *, load_format="auto", shared_memory=BOTH, **changes):
+def make(folder, *, load_format="auto", shared_memory=BOTH, device="cpu", **changes):
     config = {
         "name": "vexact",
         "dtype": "bfloat16",
@@ -39,7 +39,7 @@ def make(folder, *, load_format="auto", shared_memory=BOTH, **changes):
         "engine_kwargs": {},
         **changes,
     }
-    options = rollout_options(config, model_path=folder, max_position_embeddings=128, device="cpu")
+    options = rollout_options(config, model_path=folder, max_position_embeddings=128, device=device)
     return EngineServer(options, name="vexact", replica_rank=0, shared_memory=shared_memory)
 
 

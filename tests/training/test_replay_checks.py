@@ -91,7 +91,11 @@ REFUSED = [
     ("R2", {"algorithm.rollout_correction.bypass_mode": True}, "algorithm.rollout_correction.bypass_mode"),
     ("R3", {AGENT: None}, AGENT),
     ("R3", {f"{ROLLOUT}.name": "sglang"}, f"{ROLLOUT}.name"),
-    ("R3", {f"{ROLLOUT}.name": "vexact"}, f"{ROLLOUT}.name"),  # on a GPU
+    (  # on a GPU
+        "R3",
+        {f"{ROLLOUT}.name": "vexact", f"{ROLLOUT}.pipeline_model_parallel_size": 2},
+        f"{ROLLOUT}.pipeline_model_parallel_size",
+    ),
     ("R3", {f"{MODEL}.fused_kernel_options.impl_backend": "contract"}, f"{MODEL}.fused_kernel_options.impl_backend"),
     ("R3", {f"{ACTOR}.ulysses_sequence_parallel_size": 2}, f"{ACTOR}.ulysses_sequence_parallel_size"),
     ("R2", {f"{MODEL}.enable_activation_offload": True}, f"{MODEL}.enable_activation_offload"),

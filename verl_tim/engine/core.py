@@ -60,8 +60,8 @@ class SamplingParams:
         ignore_eos: draw on past the model's end-of-sequence tokens; stop_token_ids still stop.
         repetition_penalty: only 1.0. A penalty makes the sampled distribution depend on the history in a way that the
             trainer's log-prob does not know, so any other value would be a mismatch by construction.
-        record_routes: keep the experts that each sparse layer chose at each position; nothing in a dense model, nor by
-            the runner of a GPU, whose recorded steps do not give them out.
+        record_routes: keep the experts that each sparse layer chose at each position; nothing in a dense model, nor
+            in pipeline stages on GPUs.
 
     Raises:
         RequestError: a value is out of range or of the wrong type; the message names it.

@@ -136,7 +136,7 @@ class Engine:
             with model.any_weights():
                 num_pages = self._start_graph_runner(self._graph_runner, device, free_before)
             routes = PageRoutes(num_pages, config.tokens_per_page)
-            routes.never()  # recorded steps give out none
+            self._graph_runner.keep_routes_in(routes)
         self._stats.total_pages = self._stats.min_free_pages = num_pages
         self._pool = PagePool(num_pages)
         self._scheduler = Scheduler(

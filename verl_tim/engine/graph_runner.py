@@ -14,6 +14,7 @@ between the recorded steps, on the same stream and in the same order on all rank
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -28,9 +29,10 @@ from verl_tim.engine.device import Device, Mark, Work
 from verl_tim.engine.device_state import DeviceState, apply
 from verl_tim.engine.errors import EngineStateError
 from verl_tim.engine.graphs import DecodeGraphs, bucket_sizes
+from verl_tim.engine.page_routes import PageRoutes, as_routes
 from verl_tim.engine.parallel import Ranks
 from verl_tim.engine.rows import RowTable
-from verl_tim.engine.runner import ModelRunner, RunnableModel
+from verl_tim.engine.runner import ModelRunner, Recording, RunnableModel
 from verl_tim.engine.scheduler import DrawnStep, StepPlan
 from verl_tim.engine.staging import Staging
 from verl_tim.engine.stats import EngineStats
@@ -49,7 +51,8 @@ class Launched:
     """A step that was submitted.
 
     plan: as it was; weight_version: of the weights it runs with; drawn: how many tokens it draws; results_4B: int32
-    host buffer, valid once `mark` is reached.
+    host buffer, valid once `mark` is reached; recording: the rows whose routes are recorded, if any, and routes_RLK, in
+    a host buffer, too, their experts.
     """
 
     plan: StepPlan
@@ -57,6 +60,8 @@ class Launched:
     drawn: int
     results_4B: np.ndarray
     mark: Mark
+    recording: Recording | None
+    routes_RLK: Tensor | None
 
 
 @dataclass
@@ -65,7 +70,8 @@ class _Prepared:
 
     rows: hidden states that it passes from stage to stage; columns: of its results, of which `drawn` are the plan's;
     submit: the forward, and on the last stage the draw; hidden: what the forward gave; finish: work on the device that
-    completes the results, on the last stage only; slots_D: of the drawing sequences, on the device.
+    completes the results, on the last stage only; slots_D: of the drawing sequences, on the device; recording: the rows
+    whose routes are recorded, if any; routes: their experts, int16 [R, layers, K] on the device.
     """
 
     plan: StepPlan
@@ -77,10 +83,14 @@ class _Prepared:
     hidden: Callable[[], Tensor]
     finish: Callable[[], Tensor]
     slots_D: Tensor | None
+    recording: Recording | None = None
+    routes: Callable[[], Tensor] | None = None
 
 
 class GraphRunner(ModelRunner):
     """Model, KV tensors, device state and graphs of one engine.
+
+    A sparse model's routes are given out for sequences that record them (`keep_routes_in`), not by a pipeline's stages.
 
     Args:
         use_graphs: off, every step runs eagerly; look-ahead and results are the same.
@@ -107,6 +117,8 @@ class GraphRunner(ModelRunner):
         self._place = WHOLE if ranks is None else ranks.place
         stages = self._place.stages
         self._under_way: deque[_Prepared | None] = deque([None] * stages, maxlen=stages)  # by stage that is at it
+        moe = getattr(model.config, "moe", None)
+        self._routes_LK = None if moe is None or stages > 1 else (len(moe.layers), int(moe.top_k))
         self._state = DeviceState(device, rows)
         self._graphs = DecodeGraphs(
             device,
@@ -118,6 +130,7 @@ class GraphRunner(ModelRunner):
             draw=(lambda hidden_BD, sampling, cut_R: model.draw(hidden_BD, sampling, cut_R))
             if self._place.is_last
             else None,
+            gives_routes=self._routes_LK is not None,
         )
         self._graph_slot_B = np.full(self._graphs.sizes[-1], self._state.null, np.int64)  # what graphs.slot_B holds
         self._staging = Staging(device, 1 << 16, _DEPTH + stages - 1)
@@ -125,6 +138,7 @@ class GraphRunner(ModelRunner):
         self._eager_results = torch.zeros(RESULTS * columns, dtype=torch.int32, device=device.device)
         nbytes = 4 * RESULTS * self._graphs.sizes[-1]
         self._result_buffers = [device.host_buffer(nbytes).view(torch.int32) for _ in range(_DEPTH)]
+        self._route_buffers: list[Tensor | None] = [None] * _DEPTH  # made when first wanted
         self._turn = 0
         self._inbox: Tensor | None = None  # where the stage before leaves its hidden states
         if not self._place.is_first:
@@ -138,11 +152,13 @@ class GraphRunner(ModelRunner):
         hidden = self.model.config.hidden_size
         return self._inbox[: 2 * rows * hidden].view(2, rows, hidden)
 
-    def _forward(self, token_ids_T: Tensor, batch: PagedBatch | DecodeBatch) -> Tensor:
+    def _forward(
+        self, token_ids_T: Tensor, batch: PagedBatch | DecodeBatch, chosen: list[Tensor] | None = None
+    ) -> Tensor:
         assert self._k_pages_LPSHD is not None
         assert self._v_pages_LPSHD is not None
         if self._inbox is None:
-            return self.model.forward(token_ids_T, batch, self._k_pages_LPSHD, self._v_pages_LPSHD)
+            return self.model.forward(token_ids_T, batch, self._k_pages_LPSHD, self._v_pages_LPSHD, chosen)
         return self.model.forward(
             token_ids_T,
             batch,
@@ -150,6 +166,13 @@ class GraphRunner(ModelRunner):
             self._v_pages_LPSHD,
             received=self._received(token_ids_T.shape[0]),
         )
+
+    def keep_routes_in(self, routes: PageRoutes) -> None:
+        """Where the routes of sequences that record them go; it is told where none will ever come."""
+        if self._routes_LK is None:
+            routes.never()
+        else:
+            self._routes = routes
 
     # Memory.
 
@@ -240,7 +263,10 @@ class GraphRunner(ModelRunner):
         sampling = SamplingTensors(one_B, row_B * 0 + 50, one_B * 0.9, one_B * 0, row_B, row_B)
 
         def step() -> None:
-            hidden_TD = self._forward(zero_T, batch)
+            chosen: list[Tensor] = []
+            hidden_TD = self._forward(zero_T, batch, chosen)
+            if self._routes_LK is not None:
+                as_routes(chosen)
             if self._place.is_last:
                 self.model.draw(hidden_TD[last], sampling, row_B)
 
@@ -282,8 +308,12 @@ class GraphRunner(ModelRunner):
             host = self._result_buffers[self._turn][: RESULTS * done.columns]
             if done.drawn:
                 self._device.submit(self._results_work(done, host))
+            routes_RLK = self._bring_routes(done)
             results_4B = host.view(RESULTS, done.columns).numpy()
-            launched = Launched(done.plan, done.weight_version, done.drawn, results_4B, self._device.mark())
+            mark = self._device.mark()
+            launched = Launched(
+                done.plan, done.weight_version, done.drawn, results_4B, mark, done.recording, routes_RLK
+            )
         self._stats.forward_seconds += time.perf_counter() - began
         return launched
 
@@ -322,11 +352,27 @@ class GraphRunner(ModelRunner):
 
         return work
 
+    def _bring_routes(self, done: _Prepared) -> Tensor | None:
+        """Submit the copy of a step's recorded routes to the host; where they will be."""
+        if done.recording is None or done.routes is None:
+            return None
+        assert self._routes_LK is not None
+        shape = (len(done.recording.row_R), *self._routes_LK)
+        count = math.prod(shape)
+        buffer = self._route_buffers[self._turn]
+        if buffer is None or len(buffer) < count:
+            buffer = self._route_buffers[self._turn] = self._device.host_buffer(2 * count).view(torch.int16)
+        host_RLK, routes = buffer[:count].view(shape), done.routes
+        self._device.submit(lambda: host_RLK.copy_(routes(), non_blocking=True))  # type: ignore[arg-type,return-value]
+        return host_RLK
+
     def collect(self, launched: Launched) -> DrawnStep | None:
         """Wait for a step's results; None if it draws nothing."""
         began = time.perf_counter()
         launched.mark.wait()
         self._stats.wait_seconds += time.perf_counter() - began
+        if launched.recording is not None and launched.routes_RLK is not None:
+            self._write_routes(launched.plan, launched.recording, launched.routes_RLK)
         if launched.drawn == 0:
             return None
         words = launched.results_4B[:, : launched.drawn]
@@ -344,7 +390,7 @@ class GraphRunner(ModelRunner):
         state, graphs, staging, submit = self._state, self._graphs, self._staging, self._device.submit
         slots_B, rows = plan.slots_B, len(plan.slots_B)
         size = graphs.bucket(rows)
-        staging.begin(state.packet_bytes(slots_B) + 16 * size + 64 * rows)
+        staging.begin(state.packet_bytes(slots_B) + 16 * size + 80 * rows)
         changes = state.stage(staging, slots_B, plan.start_B, feed=True)
         new_slot_B: Tensor | None = None
         wanted = np.full(size, state.null, np.int64)
@@ -353,6 +399,8 @@ class GraphRunner(ModelRunner):
             self._graph_slot_B[:size] = wanted
             new_slot_B = staging.put(wanted)
         slots_D = None if self._place.is_last else staging.put(slots_B)
+        recording = self._recording(plan)
+        routed_R = None if recording is None else staging.put(recording.row_R)
         cut_R = np.flatnonzero(self._cuts(slots_B))
         redraw = self._stage_cuts(slots_B, cut_R, plan.start_B + 1) if len(cut_R) else None
         staging.send()
@@ -380,8 +428,22 @@ class GraphRunner(ModelRunner):
                 state.token_S.index_copy_(0, slots_R, sampled.token_B)
             return results_4B
 
+        def routes() -> Tensor:
+            assert routed_R is not None
+            return graphs.routes(size).index_select(0, routed_R)
+
         return _Prepared(
-            plan, weight_version, rows, size, size, submit_step, lambda: graphs.hidden(size), finish, slots_D
+            plan,
+            weight_version,
+            rows,
+            size,
+            size,
+            submit_step,
+            lambda: graphs.hidden(size),
+            finish,
+            slots_D,
+            recording,
+            routes,
         )
 
     def _prepare_eager(self, plan: StepPlan, weight_version: int) -> _Prepared:
@@ -393,7 +455,7 @@ class GraphRunner(ModelRunner):
         context_B = start_B + count_B
         used = int(end_B[-1])
         padded = -(-used // self.model.row_floor) * self.model.row_floor
-        staging.begin(state.packet_bytes(slots_B) + 24 * padded + 160 * (sequences + 1))
+        staging.begin(state.packet_bytes(slots_B) + 32 * padded + 160 * (sequences + 1))
         changes = state.stage(staging, slots_B, start_B, feed=False)
 
         token_T, position_T, kv_slot_T = (np.zeros(padded, np.int64) for _ in range(3))
@@ -409,11 +471,14 @@ class GraphRunner(ModelRunner):
         fed_B = state.unknown(slots_B, start_B)  # those run one row, whose token is on the device
         feed = (staging.put(end_B[fed_B] - 1), staging.put(slots_B[fed_B])) if fed_B.any() else None
         draw = self._stage_draw(plan, end_B, context_B) if drawn else None
+        recording = self._recording(plan)
+        routed_R = None if recording is None else staging.put(recording.row_R)
         staging.send()
         state.moved(slots_B, context_B, plan.draws_B)
         pages = -(-int(context_B.max()) // page_size)
         is_last = self._place.is_last
         kept: list[Tensor] = []  # what the forward gave, for the next stage
+        recorded: list[Tensor] = []
 
         def step() -> None:
             apply(changes)
@@ -429,7 +494,10 @@ class GraphRunner(ModelRunner):
                 device=self._device.device,
                 staged=StagedLayout(*layout, table_BM, kv_slot, where),
             )
-            hidden_TD = self._forward(token, batch)
+            chosen: list[Tensor] | None = None if routed_R is None else []
+            hidden_TD = self._forward(token, batch, chosen)
+            if chosen is not None and routed_R is not None:
+                recorded.append(as_routes([expert_TK.index_select(0, routed_R) for expert_TK in chosen]))
             if not is_last:
                 kept.append(hidden_TD)
             if draw is None:
@@ -445,7 +513,19 @@ class GraphRunner(ModelRunner):
             return self._eager_results[: RESULTS * drawn].view(RESULTS, drawn)
 
         slots_D = None if draw is None else draw[1]
-        return _Prepared(plan, weight_version, drawn, padded, drawn, lambda: submit(step), kept.pop, finish, slots_D)
+        return _Prepared(
+            plan,
+            weight_version,
+            drawn,
+            padded,
+            drawn,
+            lambda: submit(step),
+            kept.pop,
+            finish,
+            slots_D,
+            recording,
+            recorded.pop,
+        )
 
     # Sampling parameters.
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from verl_tim.engine.decode_io import RESULTS, DecodeIO
 from verl_tim.engine.device import Device, Work
 from verl_tim.engine.device_state import DeviceState
+from verl_tim.engine.page_routes import as_routes
 from verl_tim.numerics.contract import overlapped_launches
 from verl_tim.numerics.paging import DecodeBatch
 from verl_tim.numerics.sampling import Sampled, SamplingTensors
@@ -62,9 +63,11 @@ class DecodeGraphs:
     """The recorded decode steps of one engine.
 
     Args:
-        forward: (token ids [B], layout, ) -> hidden states [B, D], over the engine's KV pages.
+        forward: (token ids [B], layout, list that gets the experts [B, K] of each sparse layer, or None) -> hidden
+            states [B, D], over the engine's KV pages.
         draw: (hidden states, sampling parameters, rows that cut) -> Sampled; None where another stage draws.
         max_model_len: bound on every context.
+        gives_routes: a replay also leaves the chosen experts behind.
 
     Attributes:
         slot_B: int64, the slots of the step, filled up with ``state.null``; written before a replay.
@@ -78,18 +81,20 @@ class DecodeGraphs:
         *,
         page_size: int,
         max_model_len: int,
-        forward: Callable[[Tensor, DecodeBatch], Tensor],
+        forward: Callable[[Tensor, DecodeBatch, list[Tensor] | None], Tensor],
         draw: Callable[[Tensor, SamplingTensors, Tensor], Sampled] | None,
+        gives_routes: bool,
     ) -> None:
         self._device = device
         self.sizes = sizes
-        self._forward, self._draw = forward, draw
+        self._forward, self._draw, self._gives_routes = forward, draw, gives_routes
         most = sizes[-1]
         self.uncut = Uncut(most, device.device)
         self._io = DecodeIO(state, most, page_size, max_model_len)
         self.slot_B = torch.full((most,), state.null, dtype=torch.int64, device=device.device)
         self._results = torch.zeros(RESULTS * most, dtype=torch.int32, device=device.device)
         self._hidden: dict[int, Tensor] = {}  # by bucket; kept, so that no other bucket's recording reuses its place
+        self._routes: dict[int, Tensor] = {}  # likewise
         self._replay: dict[int, Work] = {}
 
     def bucket(self, rows: int) -> int:
@@ -104,13 +109,20 @@ class DecodeGraphs:
         """What the forward gave in the last replay of that size; read it before another replay."""
         return self._hidden[size]
 
+    def routes(self, size: int) -> Tensor:
+        """int16 [size, layers, K]: the experts of the last replay of that size; read it before another replay."""
+        return self._routes[size]
+
     def run(self, size: int) -> None:
         """The step itself, as it is recorded."""
+        chosen: list[Tensor] | None = [] if self._gives_routes else None
         slot_B = self.slot_B[:size]
         overlap = size <= _OVERLAPPED_ROWS
         with overlapped_launches(self._device.device) if overlap else contextlib.nullcontext():
             inputs = self._io.read(slot_B)
-            hidden_BD = self._forward(inputs.token_B, inputs.batch)
+            hidden_BD = self._forward(inputs.token_B, inputs.batch, chosen)
+            if chosen is not None:
+                self._routes[size] = as_routes(chosen)
             if self._draw is None:
                 self._io.move(slot_B)
             else:
@@ -140,4 +152,5 @@ class DecodeGraphs:
         """Drop all recordings and give their memory back."""
         self._replay.clear()
         self._hidden.clear()
+        self._routes.clear()
         self._device.forget_captures()

@@ -7,7 +7,11 @@ cache, cut into chunks, or preempted and computed again.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
+import torch
+from torch import Tensor
 
 UNKNOWN = -1
 
@@ -69,3 +73,8 @@ def merged(first_TLK: np.ndarray | None, later_TLK: np.ndarray | None) -> np.nda
     known_T = (first_TLK != UNKNOWN).all((1, 2))
     whole_TLK[: len(first_TLK)][known_T] = first_TLK[known_T]
     return whole_TLK
+
+
+def as_routes(chosen: Sequence[Tensor]) -> Tensor:
+    """int16 [T, layers, K] of the experts [T, K] that each sparse layer chose."""
+    return torch.stack(tuple(chosen), 1).to(torch.int16)

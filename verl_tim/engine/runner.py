@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from verl_tim.engine.errors import EngineStateError
-from verl_tim.engine.page_routes import PageRoutes
+from verl_tim.engine.page_routes import PageRoutes, as_routes
 from verl_tim.engine.rows import RowTable
 from verl_tim.engine.sampler import sampling_tensors
 from verl_tim.engine.scheduler import DrawnStep, StepPlan
@@ -252,4 +252,4 @@ class Recording:
 def recorded_routes(chosen: list[torch.Tensor], recording: Recording) -> torch.Tensor:
     """int16 (rows, layers, k) on the host: the experts chosen in the recorded rows."""
     row_R = torch.from_numpy(recording.row_R).to(chosen[0].device)
-    return torch.stack([expert_TK[row_R] for expert_TK in chosen], 1).to(torch.int16).cpu()
+    return as_routes([expert_TK[row_R] for expert_TK in chosen]).cpu()

@@ -161,10 +161,12 @@ def rollout_options(
         raise ConfigError(f"{where}.in_flight={in_flight!r}: choose {', '.join(get_args(InFlight))}")
 
     return_routes = bool(rollout.get("enable_rollout_routing_replay") or False)
-    if return_routes and device.startswith("cuda"):
+    stages = int(rollout.get("pipeline_model_parallel_size") or 1)
+    if return_routes and device.startswith("cuda") and stages > 1:
         raise ConfigError(
-            f"{_PREFIX}.enable_rollout_routing_replay: on a GPU rollout {name} runs recorded steps, which give out no "
-            "routes: choose rollout=vllm, or routing_replay=off (vexact needs no replay: its routes are the trainer's)"
+            f"{_PREFIX}.enable_rollout_routing_replay: on a GPU the pipeline stages of rollout {name} give out no routes: "
+            f"set {_PREFIX}.pipeline_model_parallel_size=1, or routing_replay=off (vexact needs no replay: its routes are "
+            "the trainer's)"
         )
     prompt_length, response_length = int(rollout.get("prompt_length")), int(rollout.get("response_length"))
     max_model_len = rollout.get("max_model_len")
@@ -196,7 +198,7 @@ def rollout_options(
             seed=int(rollout.get("seed")),
             load_weights=load_weights,
             tensor_parallel_size=int(rollout.get("tensor_model_parallel_size") or 1),
-            pipeline_parallel_size=int(rollout.get("pipeline_model_parallel_size") or 1),
+            pipeline_parallel_size=stages,
             **_gpu_options(rollout, device),
             **options,
         )

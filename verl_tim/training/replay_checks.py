@@ -27,6 +27,7 @@ from verl_tim.training.replay_config import (
 )
 
 _OFF = "set routing_replay=off"
+_STAGES_KEY = "actor_rollout_ref.rollout.pipeline_model_parallel_size"
 _AGENT_KEY = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
 _AGENT_LOOP = "verl_tim.rollout.agent_loop.SeededAgentLoopManager"
 _MODEL_KEY = "actor_rollout_ref.model.path"
@@ -174,11 +175,11 @@ def _returned(get: _Get, cpu_only: bool) -> Iterator[Finding]:
             f"rollout {name} is not known to return routes",
             f"Choose {', '.join(sorted(ROUTING_ROLLOUTS))}, or routing_replay=r2",
         )
-    elif name in ("vexact", "stock") and not cpu_only:
+    elif name in ("vexact", "stock") and not cpu_only and int(get(_STAGES_KEY) or 1) > 1:
         yield Finding(
-            "actor_rollout_ref.rollout.name",
-            f"on a GPU rollout {name} runs recorded steps, which give out no routes",
-            "Choose rollout=vllm, or routing_replay=off: vexact needs no replay, its routes are the trainer's",
+            _STAGES_KEY,
+            f"on a GPU the pipeline stages of rollout {name} give out no routes",
+            "Set it to 1, or choose routing_replay=off: vexact needs no replay, its routes are the trainer's",
         )
     manager = get(_AGENT_KEY)
     if manager != _AGENT_LOOP:
