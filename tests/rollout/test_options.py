@@ -54,13 +54,13 @@ def test_a_gpu_takes_verls_memory_share_and_eager_switch():
 
 def test_routes_come_from_gpus_but_not_from_their_stages():
     def on(device, **changes):
-        asked = config(enable_rollout_routing_replay=True, **changes)
+        asked = config(enable_rollout_routing_replay=True, gpu_memory_utilization=0.5, **changes)
         return rollout_options(asked, model_path="/model", max_position_embeddings=128, device=device)
 
     assert on("cuda:0").return_routes
     assert on("cuda:0", tensor_model_parallel_size=2).return_routes
     assert on("cpu", pipeline_model_parallel_size=2).return_routes
-    with pytest.raises(ConfigError, match=r"enable_rollout_routing_replay: .* pipeline_model_parallel_size=1"):
+    with pytest.raises(ConfigError, match=r"enable_rollout_routing_replay: .*pipeline_model_parallel_size=1"):
         on("cuda:0", pipeline_model_parallel_size=2)
 
 

@@ -164,9 +164,9 @@ def rollout_options(
     stages = int(rollout.get("pipeline_model_parallel_size") or 1)
     if return_routes and device.startswith("cuda") and stages > 1:
         raise ConfigError(
-            f"{_PREFIX}.enable_rollout_routing_replay: on a GPU the pipeline stages of rollout {name} give out no routes: "
-            f"set {_PREFIX}.pipeline_model_parallel_size=1, or routing_replay=off (vexact needs no replay: its routes are "
-            "the trainer's)"
+            f"{_PREFIX}.enable_rollout_routing_replay: on a GPU the pipeline stages of rollout {name} give out no "
+            f"routes: set {_PREFIX}.pipeline_model_parallel_size=1, or routing_replay=off (vexact needs no replay: its "
+            "routes are the trainer's)"
         )
     prompt_length, response_length = int(rollout.get("prompt_length")), int(rollout.get("response_length"))
     max_model_len = rollout.get("max_model_len")
