@@ -72,6 +72,7 @@ gpu_run runs.vllm recipe=cpu_grpo rollout=vllm
 part replay.handles 200 "$PY" -m pytest -q -m gpu tests/replay
 gpu_run replay.off recipe=cpu_moe_grpo rollout=vllm trainer=stock routing_replay=off
 gpu_run replay.r3 recipe=cpu_moe_grpo rollout=vllm trainer=stock routing_replay=r3
+gpu_run replay.gate recipe=cpu_moe_grpo rollout=vexact routing_replay=r3
 part correction 200 "$PY" -m verl_tim.cli bench correction --device cuda
 part trainer 300 "$PY" -m verl_tim.cli bench kernels --part trainer
 part kernels-speed 600 "$PY" -m verl_tim.cli bench kernels --part gemm --part attention --part rows --part moe --part head

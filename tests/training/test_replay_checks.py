@@ -63,6 +63,8 @@ def keys(given, *, cpu_only=False):
 def test_what_is_whole_is_taken(moe, mode):
     assert keys(config(moe, mode)) == []
     assert keys(config(moe, mode, **{f"{ROLLOUT}.name": "stock"}), cpu_only=True) == []
+    exact = {f"{ROLLOUT}.name": "vexact", f"{MODEL}.fused_kernel_options.impl_backend": "contract"}
+    assert keys(config(moe, mode, **exact)) == []
 
 
 def test_off_and_other_trainers_are_left_alone(moe, dense):
@@ -96,7 +98,6 @@ REFUSED = [
         {f"{ROLLOUT}.name": "vexact", f"{ROLLOUT}.pipeline_model_parallel_size": 2},
         f"{ROLLOUT}.pipeline_model_parallel_size",
     ),
-    ("R3", {f"{MODEL}.fused_kernel_options.impl_backend": "contract"}, f"{MODEL}.fused_kernel_options.impl_backend"),
     ("R3", {f"{ACTOR}.ulysses_sequence_parallel_size": 2}, f"{ACTOR}.ulysses_sequence_parallel_size"),
     ("R2", {f"{MODEL}.enable_activation_offload": True}, f"{MODEL}.enable_activation_offload"),
 ]

@@ -75,8 +75,8 @@ class _Router(torch.autograd.Function):
     """The GPU form; a CPU's is autograd's own."""
 
     @staticmethod
-    def forward(ctx, x_TD, weight_ED, top_k, normalise):
-        expert_TK, weight_TK = kernels("moe").router(x_TD, weight_ED, top_k, normalise)
+    def forward(ctx, x_TD, weight_ED, top_k, normalise, choose):
+        expert_TK, weight_TK = kernels("moe").router(x_TD, weight_ED, top_k, normalise, choose)
         ctx.save_for_backward(x_TD, weight_ED, expert_TK)
         ctx.normalise = normalise
         ctx.mark_non_differentiable(expert_TK)
@@ -85,18 +85,15 @@ class _Router(torch.autograd.Function):
     @staticmethod
     def backward(ctx, _grad_expert, grad_weight_TK):
         x_TD, weight_ED, expert_TK = ctx.saved_tensors
-        return *kernels("moe").router_backward(grad_weight_TK, x_TD, weight_ED, expert_TK, ctx.normalise), None, None
+        grads = kernels("moe").router_backward(grad_weight_TK, x_TD, weight_ED, expert_TK, ctx.normalise)
+        return *grads, None, None, None
 
 
 def router(x_TD: Tensor, weight_ED: Tensor, top_k: int, normalise: bool, choose: Choose | None = None) -> Routes:
     """Differentiable contract router: x [T, D] and weight [E, D] in the operand dtype; `choose`: see `route_logits`."""
     if on_gpu(x_TD):
-        if choose is not None:
-            raise ContractError(
-                "routing replay: the contract's router on a GPU chooses and weighs in one kernel; use trainer=stock"
-            )
         with exact_region(x_TD.device.type):
-            return Routes(*_Router.apply(x_TD, weight_ED, top_k, normalise))
+            return Routes(*_Router.apply(x_TD, weight_ED, top_k, normalise, choose))
     return route_logits(linear(x_TD, weight_ED, out_dtype=torch.float32), top_k, normalise, choose)
 
 

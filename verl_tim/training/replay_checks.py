@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 
 from verl_tim.correction import ConfigError
 from verl_tim.replay.routers import NUM_EXPERTS
-from verl_tim.training.config import BACKEND_KEY, CONTRACT_BACKEND, EXTERNAL_LIB, EXTERNAL_LIBS, reader
+from verl_tim.training.config import EXTERNAL_LIB, EXTERNAL_LIBS, reader
 from verl_tim.training.correction_config import CORRECTION_KEY, of_run
 from verl_tim.training.finding import Finding
 from verl_tim.training.replay_config import (
@@ -75,7 +75,7 @@ def replay_findings(config: DictConfig, *, cpu_only: bool) -> Iterator[Finding]:
     yield from _both_ends(get, mode)
     if mode == "off":
         return
-    yield from _engine(get, cpu_only)
+    yield from _engine(get)
     yield from _model(get)
     if mode == "r2":
         yield from _recorded(get, config)
@@ -104,8 +104,8 @@ def _both_ends(get: _Get, mode: Mode) -> Iterator[Finding]:
         )
 
 
-def _engine(get: _Get, cpu_only: bool) -> Iterator[Finding]:
-    """Replay is in this package's FSDP2 engine, under transformers' forward or, on a CPU, the contract's."""
+def _engine(get: _Get) -> Iterator[Finding]:
+    """Replay is in this package's FSDP2 engine, under transformers' forward or the contract's."""
     strategy = get(STRATEGY_KEY, "fsdp")
     if strategy != "fsdp2":
         yield Finding(STRATEGY_KEY, f"it is {strategy}, and routes are replayed under FSDP2", "Set it to fsdp2")
@@ -115,12 +115,6 @@ def _engine(get: _Get, cpu_only: bool) -> Iterator[Finding]:
             "actor_rollout_ref.model.external_lib",
             f"it is {library}, and verl's own FSDP engine switches replay off without a word",
             f"Set it to {EXTERNAL_LIB}",
-        )
-    if get(BACKEND_KEY) == CONTRACT_BACKEND and not cpu_only:
-        yield Finding(
-            BACKEND_KEY,
-            "the contract's router on a GPU chooses and weighs in one kernel, which takes no experts from outside",
-            f"Choose trainer=stock, or {_OFF}: with rollout=vexact the routes are equal anyway",
         )
     for key in _SEQUENCE_KEYS:
         if int(get(key, 1)) > 1:

@@ -43,7 +43,59 @@ def test_gradients(normalise):
     close(got[1], leaves[1].grad, 2e-2)
 
 
+@pytest.mark.parametrize("normalise", [True, False])
+@pytest.mark.parametrize(("rows", "experts", "top_k"), [(9, 6, 2), (3, 128, 8), (1, 4, 1)])
+def test_given_experts_have_the_weights_of_chosen_ones(rows, experts, top_k, normalise):
+    logits = values(rows, experts, scale=2.0, dtype=torch.float32)
+    expert, weight = router.route(logits, top_k, normalise)
+    kept = expert.clone()
+    assert same_bits(router.weigh(logits, expert, normalise), weight)
+    assert torch.equal(expert, kept)
+    generator = torch.Generator().manual_seed(3)
+    given = torch.stack([torch.randperm(experts, generator=generator)[:top_k] for _ in range(rows)])
+    want = route_logits(logits.cpu(), top_k, normalise, lambda _: given)
+    got = router.weigh(logits, given.to(DEVICE, torch.int32), normalise)
+    assert torch.allclose(got.cpu(), want.weight_TK, rtol=1e-5)
+
+
+def test_a_choice_from_outside_takes_the_place_of_its_own():
+    x, weight = values(7, 32), values(10, 32, seed=1, scale=0.3)
+    own, _ = router.router(x, weight, 3, True)
+    asked = []
+
+    def choose(expert_TK):
+        asked.append(expert_TK.clone())
+        return (expert_TK.long() + 1) % 10
+
+    expert, weights = router.router(x, weight, 3, True, choose)
+    assert torch.equal(asked[0], own)
+    assert expert.dtype == torch.int32
+    assert torch.equal(expert, (own + 1) % 10)
+    assert same_bits(weights, router.weigh(router.router_logits(x, weight), expert, True))
+    same = router.router(x, weight, 3, True, lambda _: None)
+    assert same_bits(same[1], router.router(x, weight, 3, True)[1])
+
+
+def test_gradients_of_given_experts():
+    """Through the router's own function, as the trainer calls it."""
+    from verl_tim.numerics.moe import _Router
+
+    x, weight = values(7, 32).requires_grad_(), values(10, 32, seed=1, scale=0.3).requires_grad_()
+    grad = values(7, 3, seed=2, dtype=torch.float32)
+    given = ((torch.arange(7)[:, None] + torch.tensor([0, 4, 7])) % 10).to(DEVICE)
+    expert, weights = _Router.apply(x, weight, 3, True, lambda _: given)
+    assert torch.equal(expert.long(), given)
+    weights.backward(grad)
+    leaves = [t.detach().double().requires_grad_() for t in (x, weight)]
+    chosen = torch.softmax(leaves[0] @ leaves[1].t(), -1).gather(1, given)
+    (chosen / chosen.sum(-1, keepdim=True)).backward(grad.double())
+    close(x.grad, leaves[0].grad, 2e-2)
+    close(weight.grad, leaves[1].grad, 2e-2)
+
+
 def test_refuses_bad_input():
+    with pytest.raises(ContractError, match="given experts"):
+        router.weigh(torch.zeros(2, 8, device=DEVICE), torch.zeros(3, 2, dtype=torch.int32, device=DEVICE), True)
     with pytest.raises(ContractError, match="top_k=9"):
         router.route(torch.zeros(2, 8, device=DEVICE), 9, True)
     with pytest.raises(ContractError, match="must be float32"):

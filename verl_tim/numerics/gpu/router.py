@@ -7,6 +7,8 @@ slot order; so a row's routes do not depend on its batch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -33,8 +35,9 @@ def _softmax(logits, row_R, live_R, expert_E, experts, ROWS: tl.constexpr, LOG_E
 def _route(
     logits, expert, weight, rows, experts,
     TOP_K: tl.constexpr, NORMALISE: tl.constexpr, ROWS: tl.constexpr, LOG_E: tl.constexpr, SLOTS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    GIVEN: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    """GIVEN: `expert` is read, not written; its weights are computed as those of experts that are chosen here."""
     begin(OVERLAP)
     row_R = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live_R = row_R < rows
@@ -46,8 +49,12 @@ def _route(
     expert_RS = tl.zeros([ROWS, SLOTS], tl.int32)
     total_R = tl.zeros([ROWS], tl.float32)
     for slot in tl.static_range(TOP_K):
-        best_R = tl.max(p, axis=1)
-        index_R = tl.min(tl.where(p == best_R[:, None], expert_E[None, :], 2**LOG_E), axis=1)
+        if GIVEN:
+            index_R = tl.load(expert + row_R * TOP_K + slot, mask=live_R, other=0)
+            best_R = tl.max(tl.where(expert_E[None, :] == index_R[:, None], p, -1.0), axis=1)
+        else:
+            best_R = tl.max(p, axis=1)
+            index_R = tl.min(tl.where(p == best_R[:, None], expert_E[None, :], 2**LOG_E), axis=1)
         p = tl.where(expert_E[None, :] == index_R[:, None], -1.0, p)
         weight_RS = tl.where(slot_S[None, :] == slot, best_R[:, None], weight_RS)
         expert_RS = tl.where(slot_S[None, :] == slot, index_R[:, None], expert_RS)
@@ -56,7 +63,8 @@ def _route(
         weight_RS = tl.div_rn(weight_RS, tl.broadcast_to(total_R[:, None], [ROWS, SLOTS]))
     live = live_R[:, None] & (slot_S < TOP_K)[None, :]
     at = row_R[:, None] * TOP_K + slot_S[None, :]
-    tl.store(expert + at, expert_RS, mask=live)
+    if not GIVEN:
+        tl.store(expert + at, expert_RS, mask=live)
     tl.store(weight + at, weight_RS, mask=live)
 
 
@@ -101,24 +109,52 @@ def router_logits(x_TD: Tensor, router_ED: Tensor) -> Tensor:
 def route(logits_TE: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
     """(expert int32 [T, K], weight float32 [T, K]) from float32 logits, slot 0 the most probable expert."""
     rows, experts = logits_TE.shape
-    if logits_TE.dtype != torch.float32 or not logits_TE.is_contiguous():
-        raise ContractError(f"router: logits are {logits_TE.dtype}; they must be float32 and contiguous")
     if not 0 < top_k <= experts:
         raise ContractError(f"router: top_k={top_k} of {experts} experts; set num_experts_per_tok to 1..num_experts")
     expert_TK = torch.empty(rows, top_k, dtype=torch.int32, device=logits_TE.device)
+    return expert_TK, _run(logits_TE, expert_TK, normalise, given=False)
+
+
+def weigh(logits_TE: Tensor, expert_TK: Tensor, normalise: bool) -> Tensor:
+    """Weights float32 [T, K] of given experts, int32 [T, K], in the bits of `route` where it chooses the same."""
+    require_shape("router", "given experts", expert_TK, (logits_TE.shape[0], expert_TK.shape[-1]))
+    return _run(logits_TE, expert_TK, normalise, given=True)
+
+
+def _run(logits_TE: Tensor, expert_TK: Tensor, normalise: bool, *, given: bool) -> Tensor:
+    if logits_TE.dtype != torch.float32 or not logits_TE.is_contiguous():
+        raise ContractError(f"router: logits are {logits_TE.dtype}; they must be float32 and contiguous")
+    rows, experts = logits_TE.shape
+    top_k = expert_TK.shape[1]
     weight_TK = torch.empty(rows, top_k, dtype=torch.float32, device=logits_TE.device)
     if rows:
         tile = _tile(experts)
         _route[(triton.cdiv(rows, tile["ROWS"]),)](
             logits_TE, expert_TK, weight_TK, rows, experts, TOP_K=top_k, NORMALISE=normalise, **tile,
-            SLOTS=max(2, triton.next_power_of_2(top_k)), num_warps=4, enable_fp_fusion=False, **launch(),
+            SLOTS=max(2, triton.next_power_of_2(top_k)), GIVEN=given, num_warps=4, enable_fp_fusion=False, **launch(),
         )  # fmt: skip
-    return expert_TK, weight_TK
+    return weight_TK
 
 
-def router(x_TD: Tensor, router_ED: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
-    """(expert int32 [T, K], weight float32 [T, K]) for bfloat16 x [T, D] and router weight [E, D]. No autograd."""
-    return route(router_logits(x_TD, router_ED), top_k, normalise)
+def router(
+    x_TD: Tensor,
+    router_ED: Tensor,
+    top_k: int,
+    normalise: bool,
+    choose: Callable[[Tensor], Tensor | None] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(expert int32 [T, K], weight float32 [T, K]) for bfloat16 x [T, D] and router weight [E, D]. No autograd.
+
+    Args:
+        choose: the experts that were chosen -> those to take in their place, or None (routing replay).
+    """
+    logits_TE = router_logits(x_TD, router_ED)
+    expert_TK, weight_TK = route(logits_TE, top_k, normalise)
+    given_TK = None if choose is None else choose(expert_TK)
+    if given_TK is None:
+        return expert_TK, weight_TK
+    given_TK = given_TK.to(torch.int32).contiguous()
+    return given_TK, weigh(logits_TE, given_TK, normalise)
 
 
 def route_backward(grad_weight_TK: Tensor, logits_TE: Tensor, expert_TK: Tensor, normalise: bool) -> Tensor:
