@@ -32,7 +32,11 @@ SHAPES = [("qwen3-0.6b", "fa3"), ("qwen3-0.6b", "chunk64"), ("qwen3-30b-a3b", "f
 def params(index: int, *, plain: bool = False) -> SamplingParams:
     cuts = {} if plain else {"top_k": [-1, 5, -1][index % 3], "top_p": [1.0, 1.0, 0.9, 1.0][index % 4]}
     return SamplingParams(
-        temperature=[1.0, 0.6, 1.3, 0.0][index % 4], max_tokens=9 + 3 * index % 40, ignore_eos=True, **cuts
+        temperature=[1.0, 0.6, 1.3, 0.0][index % 4],
+        max_tokens=9 + 3 * index % 40,
+        ignore_eos=True,
+        record_routes=index % 2 == 0,
+        **cuts,
     )
 
 
@@ -62,7 +66,9 @@ def allocated() -> int:
 
 
 def bits(output) -> tuple:
-    return output.token_ids, np.array(output.log_probs, np.float32).view(np.int32).tolist(), output.top1_ids
+    """Tokens, bits of their log-probs, likeliest tokens, and routes where they were asked for."""
+    routes = None if output.routes_TLK is None else output.routes_TLK.tolist()
+    return output.token_ids, np.array(output.log_probs, np.float32).view(np.int32).tolist(), output.top1_ids, routes
 
 
 def run(engine: Engine, indices, *, every: int = 0, plain: bool = False) -> dict[int, tuple]:
@@ -90,6 +96,15 @@ def reference(case):
     log_probs = np.concatenate([np.array(o[1], np.int32).view(np.float32) for o in outputs.values()])
     assert np.isfinite(log_probs).all()
     assert log_probs.std() > 0.5, "the logits are meant to be peaked"
+    moe = load_model_config(case[0]).moe
+    for index, (token_ids, *_, routes) in outputs.items():
+        assert (routes is not None) == (moe is not None and index % 2 == 0)
+        if routes is not None:
+            routes_TLK = np.array(routes)
+            assert routes_TLK.shape == (len(PROMPTS[index]) + len(token_ids) - 1, len(moe.layers), moe.top_k)
+            assert routes_TLK.min() >= 0
+            assert routes_TLK.max() < moe.num_experts
+            assert (np.diff(np.sort(routes_TLK), axis=-1) > 0).all(), "an expert twice in one place"
     return outputs
 
 
