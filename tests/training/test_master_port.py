@@ -20,10 +20,12 @@ def ephemeral(tmp_path, monkeypatch):
     return of
 
 
-def test_ports_are_neither_rays_nor_those_of_outgoing_connections(ephemeral):
-    ephemeral("32768\t60999\n")
+@pytest.mark.parametrize("text", ["32768\t60999\n", "25000\t60999\n"])
+def test_ports_are_neither_rays_nor_those_of_outgoing_connections(ephemeral, text):
+    ephemeral(text)
     ranges = [master_port.port_range() for _ in range(50)]
-    assert all(20000 <= first < end <= 32768 for first, end in ranges)
+    assert all(20000 <= first < end <= 30000 for first, end in ranges)
+    assert all(end <= int(text.split()[0]) for _, end in ranges)
     assert len({first for first, _ in ranges}) > 40, "runs that start together draw different ones"
 
 

@@ -14,6 +14,8 @@ from typing import Any
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _LOWEST = 20000
 """Ray's workers listen on 10002 to 19999."""
+_END = 30000
+"""From here on Kubernetes hands out ports of its nodes to services."""
 _TRIED = 64
 """Ports that verl tries, one after the other, where the first are taken."""
 
@@ -27,7 +29,7 @@ def port_range() -> list[int] | None:
         first_ephemeral = int(_EPHEMERAL.read_text(encoding="ascii").split()[0])
     except FileNotFoundError:  # no Linux
         return None
-    room = first_ephemeral - _LOWEST - _TRIED
+    room = min(first_ephemeral, _END) - _LOWEST - _TRIED
     if room < _TRIED:
         return None
     # not of Python's generators, which a seed makes equal in runs that start together
