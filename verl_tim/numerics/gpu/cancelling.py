@@ -22,7 +22,8 @@ def cancelling(
     On the meta device, which has no generator, their shapes alone.
     """
     if torch.device(device).type == "meta":
-        return tuple(torch.empty(n, inner, dtype=torch.bfloat16, device=device) for n in (rows, outputs))
+        x, weight = (torch.empty(n, inner, dtype=torch.bfloat16, device=device) for n in (rows, outputs))
+        return x, weight
     generator = torch.Generator(device).manual_seed(seed)
     half = inner // 2
 
