@@ -7,7 +7,7 @@ keep. Threads then compile what was noted, and the work finds it in Triton's cac
 is compiled at its launch, as without one. Schedules are chosen as on the GPU that is rehearsed for
 (`contract.deciding_device`).
 
-Threads serve, since LLVM's passes and the assembler, five sixths of a compile, do not hold Python's lock. The sixth
+Threads serve, since LLVM's passes and the assembler, six sevenths of a compile, do not hold Python's lock. The seventh
 that does is Triton's walk over the source; it sets the pace where there are many cores.
 """
 
