@@ -13,7 +13,10 @@ def print_report(report: dict[str, Any]) -> None:
         stdout().print(f"[red]{report['subject']}: {report['problem']}[/red]", soft_wrap=True)
         return
     rows = [(op, count, 0) for op, count in report["comparisons"].items()]
-    title = f"{report['subject']}: {report['contract']} holds on {report['device']} ({report['seconds']} s)"
+    took = f"{report['seconds']} s"
+    if report["kernels"]:
+        took += f", {report['compile_seconds']} s of them for {report['kernels']} kernels"
+    title = f"{report['subject']}: {report['contract']} holds on {report['device']} ({took})"
     table(title, ("op", "comparisons", "differing"), rows)
     for dropped in report["dropped_schedules"]:
         stdout().print(f"[yellow]dropped, since its bits differ here: {dropped}[/yellow]", soft_wrap=True)

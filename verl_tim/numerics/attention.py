@@ -254,11 +254,14 @@ def paged_attention(
 
 
 class PackedSequences:
-    """Where sequences lie in packed rows: `cu_seqlens` [S + 1] int64, rows beyond its end are inert padding."""
+    """Where sequences lie in packed rows: `cu_seqlens` [S + 1] int64, rows beyond its end are inert padding.
 
-    def __init__(self, cu_seqlens: Tensor) -> None:
+    `bounds`: the same numbers where the host knows them; a GPU is then not waited for.
+    """
+
+    def __init__(self, cu_seqlens: Tensor, bounds: list[int] | None = None) -> None:
         self.cu_seqlens = cu_seqlens
-        bounds = cu_seqlens.tolist()
+        bounds = cu_seqlens.tolist() if bounds is None else bounds
         if not bounds or bounds[0] != 0 or any(b <= a for a, b in itertools.pairwise(bounds)):
             raise ContractError(f"attention: cu_seqlens must start at 0 and increase strictly, got {bounds[:8]}...")
         self.num_rows = bounds[-1]

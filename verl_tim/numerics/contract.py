@@ -15,6 +15,7 @@ import contextlib
 import functools
 import importlib
 from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -93,10 +94,28 @@ def interpreted_schedules() -> Iterator[None]:
         _interpreted = before
 
 
+_stood_for: ContextVar[torch.device | None] = ContextVar("stood_for", default=None)
+
+
+@contextlib.contextmanager
+def meta_stands_for(device: torch.device) -> Iterator[None]:
+    """Within, this thread's tensors on the meta device choose their schedules as on `device` (`gpu/rehearsal.py`)."""
+    token = _stood_for.set(device)
+    try:
+        yield
+    finally:
+        _stood_for.reset(token)
+
+
+def deciding_device(x: Tensor | torch.device) -> torch.device:
+    """The device whose schedules a tensor (or all tensors of a device) take: its own, or what meta stands for."""
+    device = x if isinstance(x, torch.device) else x.device
+    return (_stood_for.get() or device) if device.type == "meta" else device
+
+
 def on_gpu(x: Tensor | torch.device) -> bool:
     """Whether a tensor (or all tensors of a device) take the GPU schedules."""
-    kind = x.type if isinstance(x, torch.device) else x.device.type
-    return kind == "cuda" or _interpreted
+    return deciding_device(x).type == "cuda" or _interpreted
 
 
 def overlapped_launches(device: torch.device) -> contextlib.AbstractContextManager[None]:

@@ -71,7 +71,8 @@ class ProbeShapes:
 class ProbeReport:
     """contract: the contract id that held; threads: thread counts tried; comparisons: op -> how many; seconds: run
     time; row_blocks: whether the machine needs `linear.use_row_blocks`, which is then on; forbidden: schedules of a GPU
-    that were found not to hold and are not used in this process."""
+    that were found not to hold and are not used in this process; kernels, compile_seconds: how many a GPU's schedules
+    need, and how long they took to compile or to read from Triton's cache, part of `seconds`."""
 
     contract: str
     threads: tuple[int, ...]
@@ -79,6 +80,8 @@ class ProbeReport:
     seconds: float = 0.0
     row_blocks: bool = False
     forbidden: list[str] = field(default_factory=list)
+    kernels: int = 0
+    compile_seconds: float = 0.0
 
 
 @contextmanager
@@ -393,7 +396,7 @@ def _probe_gpu(device: torch.device, dtype: torch.dtype, shapes: ProbeShapes, at
     begin = time.perf_counter()
     report = ProbeReport(contract_id(device, dtype, attention), ())
     with exact_region(device.type):
-        kernels("probe").GpuProbe(device, shapes, attention, report).run()
+        kernels("probe").run(device, shapes, attention, report)
     torch.cuda.synchronize(device)
     report.seconds = time.perf_counter() - begin
     return report

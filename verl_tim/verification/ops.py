@@ -41,6 +41,8 @@ def probe_models(folders: list[str], attention: str) -> list[dict[str, Any]]:
                 "comparisons": found.comparisons,
                 "dropped_schedules": found.forbidden,
                 "row_blocks": found.row_blocks,
+                "kernels": found.kernels,
+                "compile_seconds": round(found.compile_seconds, 2),
                 "seconds": round(found.seconds, 2),
             }
         reports.append(report)

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime import driver
 
-from verl_tim.numerics.contract import ContractError
+from verl_tim.numerics.contract import ContractError, deciding_device
 from verl_tim.numerics.gpu.attention_block import CHUNK
 from verl_tim.numerics.gpu.overlap import begin, launch
 
@@ -49,7 +49,8 @@ def tile_list(start_S: Tensor, length_S: Tensor, position_S: Tensor, extra_S: Te
 def _to_device(x: Tensor, device: torch.device) -> Tensor:
     if x.device.type == device.type:
         return x
-    return x.pin_memory().to(device, non_blocking=True)
+    pinned = x.pin_memory() if device.type == "cuda" else x
+    return pinned.to(device, non_blocking=True)
 
 
 class PackedPlan:
@@ -158,9 +159,13 @@ def _plan_decode(
     tl.store(items_ptr + rest * 8 + 2, rest * 0, mask=(rest >= tl.sum(splits, 0)) & (rest < num_items))
 
 
-@cache
 def multiprocessors(device: torch.device) -> int:
     """Of a GPU; 4 in the interpreter."""
+    return _multiprocessors(deciding_device(device))
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
@@ -175,9 +180,13 @@ def _shape_of_work(pairs: int, max_context: int) -> tuple[int, int]:
     return (16, 2) if max_context > _LONG_CONTEXT else (8, 3)
 
 
-@cache
 def shared_bytes(device: torch.device) -> int:
     """Shared memory that one program may take; that of an H100 in the interpreter."""
+    return _shared_bytes(deciding_device(device))
+
+
+@cache
+def _shared_bytes(device: torch.device) -> int:
     if device.type != "cuda":
         return 227 << 10
     return int(driver.active.utils.get_device_properties(device.index or 0)["max_shared_mem"])

@@ -17,7 +17,13 @@ _SPREAD = 4  # terms differ by up to 2 ** (2 * _SPREAD), so that most additions 
 def cancelling(
     rows: int, outputs: int, inner: int, device: torch.device | str, *, seed: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """(x bfloat16 [rows, inner], weight bfloat16 [outputs, inner]) with x W^T = 0 in exact arithmetic."""
+    """(x bfloat16 [rows, inner], weight bfloat16 [outputs, inner]) with x W^T = 0 in exact arithmetic.
+
+    On the meta device, which has no generator, their shapes alone.
+    """
+    if torch.device(device).type == "meta":
+        x, weight = (torch.empty(n, inner, dtype=torch.bfloat16, device=device) for n in (rows, outputs))
+        return x, weight
     generator = torch.Generator(device).manual_seed(seed)
     half = inner // 2
 

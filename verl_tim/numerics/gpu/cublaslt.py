@@ -231,6 +231,16 @@ def _objection(plan: Plan, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | Non
     return f"adds in another order: {differing} of {got.numel()} values differ" if differing else None
 
 
+def _rehearse(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out_TN: Tensor) -> None:
+    """On the meta device: what the trial of an algorithm for these tensors launches beside the library."""
+    (rows, inner), outputs, device = x_TK.shape, weight_NK.shape[0], x_TK.device
+    x, weight = cancelling(_shrunk(rows, _MOST_ROWS), _shrunk(outputs, _MOST_OUTPUTS), inner, device)
+    bias = None if bias_N is None else torch.empty(len(weight), dtype=bias_N.dtype, device=device)
+    few_rows.run(
+        x, weight, bias, torch.empty(len(x), len(weight), dtype=out_TN.dtype, device=device), **few_rows.REFERENCE
+    )
+
+
 def _is_admitted(plan: Plan, x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out_TN: Tensor) -> bool | None:
     """None: not known, and not to be found out now."""
     key = (plan.identity, x_TK.shape[1], out_TN.dtype, bias_N is None, x_TK.device.index)
@@ -282,9 +292,14 @@ def serves(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out_TN: Tenso
     """Whether the library has an admitted algorithm for these tensors.
 
     The first call with an algorithm that this process has not met tries it and waits for the device; while a CUDA graph
-    is captured such an algorithm counts as not admitted.
+    is captured such an algorithm counts as not admitted. In a rehearsal (`rehearsal`) the library is taken to have one.
     """
-    return _aligned(x_TK, weight_NK, bias_N, out_TN) and bool(_offered(x_TK, weight_NK, bias_N, out_TN))
+    if not _aligned(x_TK, weight_NK, bias_N, out_TN):
+        return False
+    if x_TK.is_meta:
+        _rehearse(x_TK, weight_NK, bias_N, out_TN)
+        return True
+    return bool(_offered(x_TK, weight_NK, bias_N, out_TN))
 
 
 def run(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out_TN: Tensor, rank: int = 0) -> None:
@@ -292,6 +307,8 @@ def run(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out_TN: Tensor, 
 
     rank: which of the heuristic's admitted favourites runs, 0 the first; the last one where there are fewer.
     """
+    if x_TK.is_meta:
+        return  # the library brings its kernels: nothing to compile
     offered = _offered(x_TK, weight_NK, bias_N, out_TN)
     if not offered:
         raise ContractError(

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from verl_tim.numerics.contract import ContractError
+from verl_tim.numerics.contract import ContractError, ceil_to
 from verl_tim.numerics.gpu.overlap import begin, launch
 
 COUNTED_PAIRS = 8192
@@ -68,7 +68,7 @@ def _store_tiles(end_E, count_E, tile_expert, tile_row, tiles, expert_E, BLOCK: 
         tl.store(tile_expert + tile_M, tl.full([CHUNK], -1, tl.int32), mask=unused)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles"])  # behind a bound that only the device knows: compiles nothing better
 def _count(
     expert, row, pair, end, tile_expert, tile_row, pairs, tiles,
     EXPERTS: tl.constexpr, BINS: tl.constexpr, ALL: tl.constexpr, PAIRS: tl.constexpr,
@@ -102,7 +102,7 @@ def _count(
             _store_tiles(end_E, count_E, tile_expert, tile_row, tiles, expert_E, BLOCK, CHUNK)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles"])
 def _lay_out(
     end, tile_expert, tile_row, tiles,
     EXPERTS: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, OVERLAP: tl.constexpr,
@@ -121,7 +121,8 @@ def _lay_out(
 def _empty_tiles(rows: int, num_experts: int, block: int, device: torch.device) -> Tiles:
     # every touched expert may have one partly filled tile
     bound = min(rows, num_experts) + rows // block
-    table = torch.empty(2, bound, dtype=torch.int32, device=device)
+    # rows of whole 16 bytes: pointers that are aligned for one bound and not for the next would be kernels of their own
+    table = torch.empty(2, ceil_to(bound, 4), dtype=torch.int32, device=device)[:, :bound]
     return Tiles(block, table[0], table[1])
 
 

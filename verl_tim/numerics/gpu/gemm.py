@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from verl_tim.numerics.contract import ContractError
+from verl_tim.numerics.contract import ContractError, deciding_device
 from verl_tim.numerics.gpu import cublaslt, few_rows
 
 logger = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ def _candidates(rows: int, outputs: int, inner: int, device: torch.device) -> li
     The rule is what one H200 showed on the linears of Qwen3-1.7B, 8B and 30B-A3B: cuBLASLt without split-K is as fast
     as cuBLAS with it (geometric mean 1.00); streaming beats it on wide outputs at 9 to 16 rows.
     """
-    libraries = _CUBLASLT if device.type == "cuda" and cublaslt.library() is not None else []
+    libraries = _CUBLASLT if deciding_device(device).type == "cuda" and cublaslt.library() is not None else []
     if rows > 16:
         return [*libraries, _TILED, REFERENCE]
     if outputs >= 8192:

@@ -8,17 +8,21 @@ log line say. What has no other schedule raises.
 
 from __future__ import annotations
 
+import functools
 import logging
+import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from verl_tim.numerics.activation import swiglu_inference
-from verl_tim.numerics.attention import PackedSequences, paged_attention, varlen_attention
+from verl_tim.numerics.attention import ATTENTION_CONTRACTS, PackedSequences, paged_attention, varlen_attention
 from verl_tim.numerics.contract import CHUNK_KEYS, KEY_BLOCK, ContractError, kernels
 from verl_tim.numerics.gpu.cancelling import cancelling
+from verl_tim.numerics.gpu.rehearsal import META, rehearse
 from verl_tim.numerics.head import token_log_probs
 from verl_tim.numerics.moe import moe_inference
 from verl_tim.numerics.norm import add_rms_norm_inference, rms_norm_inference
@@ -45,7 +49,10 @@ class GpuProbe:
 
     def __init__(self, device: torch.device, shapes: ProbeShapes, attention: str, report: ProbeReport) -> None:
         self.device, self.shapes, self.attention_contract, self.report = device, shapes, attention, report
-        self.generator = torch.Generator(device).manual_seed(0)
+
+    @functools.cached_property
+    def generator(self) -> torch.Generator:
+        return torch.Generator(self.device).manual_seed(0)
 
     def run(self) -> None:
         for check in (self.linears, self.row_ops, self.attention, self.experts, self.head):
@@ -174,7 +181,7 @@ class GpuProbe:
         repeated = torch.cat([norms[:1].expand(s.num_heads, -1), norms[1:].expand(s.num_kv_heads, -1)])
         for count in (1, 8, rows):
             pages = torch.zeros(2, rows + 1, 1, s.num_kv_heads, s.head_dim, dtype=qkv.dtype, device=self.device)
-            slots = torch.randperm(rows, generator=self.generator, device=self.device)[:count] + 1
+            slots = (_permutation(rows)[:count] + 1).to(self.device)
             part = slice(rows - count, rows)
             got_q = qk_norm_rope_write(
                 qkv[part], s.num_heads, repeated, _EPS, cos[part], sin[part], pages[0], pages[1], slots
@@ -186,22 +193,25 @@ class GpuProbe:
 
     # -- attention -------------------------------------------------------------------------------------------------
 
+    def packed(self, lengths: list[int]) -> PackedSequences:
+        bounds = [0, *accumulate(lengths)]
+        return PackedSequences(torch.tensor(bounds, device=self.device), bounds)
+
     def attention(self) -> None:
         s = self.shapes
         borders = (KEY_BLOCK, 128, CHUNK_KEYS, 2 * CHUNK_KEYS)
         lengths = [1, 7, *(border + d for border in borders for d in (-1, 0, 1)), 3 * CHUNK_KEYS + 77]
-        packed = PackedSequences(torch.tensor([0, *lengths], device=self.device).cumsum(0))
+        packed = self.packed(lengths)
         rows = packed.num_rows
         q, k, v = (self.random(rows, heads, s.head_dim) for heads in (s.num_heads, s.num_kv_heads, s.num_kv_heads))
         want = varlen_attention(q, k, v, packed, self.attention_contract)
         op = f"attention ({self.attention_contract})"
-        last = packed.cu_seqlens[-2:]
-        alone = PackedSequences(last - last[0])
-        tail = slice(int(last[0]), int(last[1]))
+        alone = self.packed(lengths[-1:])
+        tail = slice(rows - lengths[-1], rows)
         got = varlen_attention(q[tail], k[tail], v[tail], alone, self.attention_contract)
         self.expect(op, got, want[tail], "packed alone")
         for page_size in (16, 64):
-            cache = _Pages(k, v, lengths, page_size, self.generator)
+            cache = _Pages(k, v, lengths, page_size)
             for queries in (1, 5, 130):
                 batch, chosen = cache.batch([min(queries, length) for length in lengths])
                 got = paged_attention(q[chosen], cache.k, cache.v, batch, self.attention_contract)
@@ -217,7 +227,7 @@ class GpuProbe:
         """The heads of the last rank alone, in prefill chunks and decodes, against the same heads among all."""
         s, op = self.shapes, f"attention ({self.attention_contract})"
         own, own_kv = (slice(n - n // s.ranks, n) for n in (s.num_heads, s.num_kv_heads))
-        cache = _Pages(k[:, own_kv].contiguous(), v[:, own_kv].contiguous(), lengths, 16, self.generator)
+        cache = _Pages(k[:, own_kv].contiguous(), v[:, own_kv].contiguous(), lengths, 16)
         for queries in (1, 130):
             batch, chosen = cache.batch([min(queries, length) for length in lengths])
             q_own = q[chosen][:, own].contiguous()
@@ -291,7 +301,7 @@ class GpuProbe:
         position = torch.arange(rows, device=self.device)
         for count in (1, 8, 33, 64, 130, rows):
             params = _sampling(position[:count])
-            drawn = draw(hidden[:count], weight, s.vocab_size, params)
+            drawn = draw(hidden[:count], weight, s.vocab_size, params, _no_rows(self.device))
             if s.ranks > 1:
                 self.shards_of_head(hidden[:count], weight, params, drawn)
             scored, _ = token_log_probs(hidden[:count], weight, drawn.token_B, params.temperature_B)
@@ -312,7 +322,7 @@ class GpuProbe:
 
         def drawn(rank: int, gather: Callable[[Tensor], Tensor]) -> Sampled:
             part = vocabulary_part(Shards(rank, ranks, gather), self.shapes.vocab_size, self.device)
-            return split_draw(hidden, weight[part.rows], part, params)
+            return split_draw(hidden, weight[part.rows], part, params, _no_rows(self.device))
 
         for rank in range(ranks):
             drawn(rank, note)
@@ -321,6 +331,54 @@ class GpuProbe:
         where = f"{hidden.shape[0]} rows, {ranks} parts of the vocabulary"
         self.expect("head", got.log_prob_B, want.log_prob_B, where)
         self.expect("head", got.token_B, want.token_B, where)
+
+
+def _permutation(count: int) -> Tensor:
+    """int64 [count], on the host; the same in every process."""
+    return torch.randperm(count, generator=torch.Generator().manual_seed(count))
+
+
+class Rehearsal(GpuProbe):
+    """The same checks on the meta device: everything is launched as they launch it, and nothing compared."""
+
+    def run(self) -> None:
+        for check in (self.attention, self.head, self.experts, self.linears, self.row_ops):  # longest compiles first
+            check()
+
+    def random(self, *size: int) -> Tensor:
+        return torch.empty(*size, dtype=torch.bfloat16, device=self.device)
+
+    def expect(self, op: str, got: Tensor, want: Tensor, where: str) -> None:
+        pass
+
+    def keep_or_forbid(
+        self, op: str, schedule: str, got: Tensor, want: Tensor, where: str, forbid: Callable[[str], None]
+    ) -> None:
+        pass
+
+    def attention(self) -> None:
+        if self.attention_contract == ATTENTION_CONTRACTS[0]:  # the other one's kernels are compiled, a library's
+            super().attention()
+
+
+def run(device: torch.device, shapes: ProbeShapes, attention: str, report: ProbeReport) -> None:
+    """Compile all kernels that the checks need, side by side, then check; adds to `report`.
+
+    A rehearsal that fails costs time, which the log says, and nothing else: the checks compile what they launch, and
+    raise what is wrong with it.
+
+    Raises:
+        ContractError: a difference that no other schedule can replace.
+    """
+    begin = time.perf_counter()
+    rehearsal = Rehearsal(META, shapes, attention, report)
+    try:
+        report.kernels = rehearse(device, rehearsal.run)
+    except Exception:
+        logger.warning("probe: kernels could not be compiled side by side, and are one after another", exc_info=True)
+    report.compile_seconds = time.perf_counter() - begin
+    logger.info("probe: %d kernels ready after %.1f s", report.kernels, report.compile_seconds)
+    GpuProbe(device, shapes, attention, report).run()
 
 
 def _differing(got: Tensor, want: Tensor) -> int:
@@ -333,7 +391,8 @@ def _experts_one_by_one(
     """[T, D]: each expert by the reference schedule of a linear on its own rows."""
     reference = kernels("gemm").REFERENCE
     plan = kernels("dispatch").dispatch(expert_TK, gate_up_EJD.shape[0])
-    ends = plan.end_E.tolist()
+    # In a rehearsal the ends are not known, nor needed: the kernel is the same for any number of rows.
+    ends = [x_TD.shape[0]] if x_TD.is_meta else plan.end_E.tolist()
 
     def product(x_RK: Tensor, weight_ENK: Tensor) -> Tensor:
         y_RN = x_RK.new_empty(x_RK.shape[0], weight_ENK.shape[1])
@@ -344,6 +403,11 @@ def _experts_one_by_one(
 
     h_RI = swiglu_of_halves(product(plan.gather(x_TD), gate_up_EJD))
     return kernels("combine").combine(product(h_RI, down_EDI), plan.row_TK, weight_TK, expert_TK.shape[1])
+
+
+def _no_rows(device: torch.device) -> Tensor:
+    """The rows that cut: none here."""
+    return torch.empty(0, dtype=torch.int64, device=device)
 
 
 def _sampling(position_B: Tensor) -> SamplingTensors:
@@ -359,10 +423,10 @@ def _sampling(position_B: Tensor) -> SamplingTensors:
 class _Pages:
     """Packed keys and values laid out in randomly placed pages."""
 
-    def __init__(self, k_THD: Tensor, v_THD: Tensor, lengths: list[int], page_size: int, generator: Any) -> None:
+    def __init__(self, k_THD: Tensor, v_THD: Tensor, lengths: list[int], page_size: int) -> None:
         self.lengths, self.page_size, device = lengths, page_size, k_THD.device
         counts = [-(-length // page_size) for length in lengths]
-        order = (torch.randperm(sum(counts), generator=generator, device=device) + 1).cpu()
+        order = _permutation(sum(counts)) + 1
         self.table = torch.zeros(len(lengths), max(counts), dtype=torch.int64)
         for index, pages in enumerate(order.split(counts)):
             self.table[index, : counts[index]] = pages

@@ -243,7 +243,8 @@ def qk_norm_rope(
     kv_heads = k_THD.shape[1]
     q_out = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
     k_out = torch.empty(k_THD.shape, dtype=k_THD.dtype, device=k_THD.device) if keep_k else None
-    v, pages = k_THD, KVWrite(k_THD[None], k_THD[None], q_THD)
+    # without a write the kernel reads none of these: a page size that varied with the tokens would compile it again
+    v, pages = k_THD, KVWrite(k_THD[:1, None], k_THD[:1, None], q_THD)
     if kv_write is not None:
         if v_THD is None:
             raise ContractError(f"{op}: kv_write needs v_THD")

@@ -31,7 +31,7 @@ def _softmax(logits, row_R, live_R, expert_E, experts, ROWS: tl.constexpr, LOG_E
     return tl.div_rn(e, tl.broadcast_to(total_R[:, None], [ROWS, 2**LOG_E]))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])  # it only bounds whole rows: compiles nothing better
 def _route(
     logits, expert, weight, rows, experts,
     TOP_K: tl.constexpr, NORMALISE: tl.constexpr, ROWS: tl.constexpr, LOG_E: tl.constexpr, SLOTS: tl.constexpr,

@@ -1,0 +1,174 @@
+"""A rehearsal launches what the probe launches; its kernels are found at the launch, and are what one thread makes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+from verl_tim.numerics.contract import deciding_device, interpreted_schedules, meta_stands_for, on_gpu
+from verl_tim.numerics.gpu import gemm, grouped_gemm, probe, rehearsal
+from verl_tim.numerics.probe import ProbeReport
+
+from .test_probe import SHAPES, IntegerProbe, integers
+
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="for Triton's interpreter")
+
+RUN = ("_route", "_count", "_lay_out")  # what is launched depends on their results; the others would take minutes
+
+
+class Launched(IntegerProbe):
+    """The probe's launches on tensors with values. What they compute is for other tests."""
+
+    def expect(self, op, got, want, where):
+        pass
+
+    def keep_or_forbid(self, op, schedule, got, want, where, forbid):
+        pass
+
+
+@functools.cache
+def _binder(kernel):
+    function = JITFunction(kernel.fn, **kernel.kwargs)
+    backend = make_backend(GPUTarget("cuda", 90, 32))
+    return create_function_from_signature(function.signature, function.params, backend)
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """What each launch would be compiled for: kernel, types and specialised values of its arguments, options."""
+    seen = set()
+    run = InterpretedFunction.run
+
+    def noted(self, *args, grid, warmup, **options):
+        _, specialisation, rest = _binder(self)(*args, **options)
+        seen.add((f"{self.fn.__module__}.{self.__name__}", str(specialisation), str(rest)))
+        tensors = [x for x in args if isinstance(x, torch.Tensor)]
+        if self.__name__ in RUN and not any(x.is_meta for x in tensors):
+            run(self, *args, grid=grid, warmup=warmup, **options)
+
+    monkeypatch.setattr(InterpretedFunction, "run", noted)
+    empty = torch.empty  # what kernels that do not run leave
+    monkeypatch.setattr(torch, "empty", lambda *size, **options: empty(*size, **options).zero_())
+    return seen
+
+
+OTHERS = {
+    "experts": SHAPES,
+    "ranks": dataclasses.replace(SHAPES, ranks=2, vocab_size=300),
+    "dense": dataclasses.replace(SHAPES, moe=None, vocab_size=130),
+}
+
+
+@interpreted
+@pytest.mark.parametrize("shapes", OTHERS.values(), ids=OTHERS)
+def test_launches_what_the_probe_launches(shapes, launches, monkeypatch):
+    for name, value in (("ROW_COUNTS", (1, 9, 17)), ("EXPERT_ROW_COUNTS", (1, 8)), ("_ROWS", 40)):
+        monkeypatch.setattr(probe, name, value)
+    monkeypatch.setattr(gemm, "_chosen", {})
+    with interpreted_schedules():
+        with meta_stands_for(torch.device("cpu")):
+            probe.Rehearsal(rehearsal.META, shapes, "chunk64", ProbeReport("chunk64", ())).run()
+        rehearsed = set(launches)
+        launches.clear()
+        monkeypatch.setattr(probe, "cancelling", integers)
+        Launched(torch.device("cpu"), shapes, "chunk64", ProbeReport("chunk64", ())).run()
+    assert launches - rehearsed == set(), "compiled at their launch"
+    assert rehearsed - launches == set(), "compiled for nothing"
+    assert len({name for name, _, _ in launches}) >= (15 if shapes.moe else 11)
+
+
+def test_meta_stands_for_a_device_only_within():
+    x = torch.empty(1, device="meta")
+    assert not on_gpu(x)
+    with meta_stands_for(torch.device("cuda", 1)):
+        assert on_gpu(x)
+        assert deciding_device(x) == torch.device("cuda", 1)
+        assert deciding_device(torch.empty(1)) == torch.device("cpu")
+        other = []
+        thread = threading.Thread(target=lambda: other.append(on_gpu(x)))
+        thread.start()
+        thread.join()
+        assert other == [False]
+    assert not on_gpu(x)
+
+
+def test_compilations_run_side_by_side_and_keep_their_errors(monkeypatch):
+    monkeypatch.setattr(rehearsal, "threads", lambda: 2)
+    noted, together = rehearsal._Noted(), threading.Barrier(2, timeout=20)
+    futures = [noted.submit(together.wait) for _ in range(2)]
+    futures.append(noted.submit(int, "no number"))
+    assert not any(future.done() for future in futures)
+    noted.compile("test")
+    assert {future.result(0) for future in futures[:2]} == {0, 1}
+    with pytest.raises(ValueError, match="no number"):
+        futures[2].result(0)
+
+
+def _run(module, *arguments, cache):
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", f"tests.numerics.gpu.{module}", *arguments],
+        capture_output=True, text=True, env=environment | {"TRITON_CACHE_DIR": str(cache)}, timeout=500, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_kernels_are_found_at_the_launch_and_errors_are_raised(tmp_path):
+    (seen,) = _run("rehearse_small", cache=tmp_path)
+    assert seen["ready"] == 2
+    assert seen["again"] == 0
+    assert seen["compiled_at_launch"] == 0
+    assert seen["warm_ups"] == [True] * 3 + [False] * 3
+    assert "_broken" in seen["error"] or "tl.arange(0, 2 * BLOCK)" in seen["error"]
+    assert (seen["left_active"], seen["put_back"], seen["ready_after_error"]) == (False, True, 0)
+
+
+@pytest.mark.slow
+def test_threads_make_the_code_of_one_thread(tmp_path):
+    one, four = (_run("rehearse_all", count, cache=tmp_path / count) for count in ("1", "4"))
+    assert len(one) > 40
+    assert {"attention_hopper._prefill", "grouped_gemm._stream"} < {kernel["kernel"] for kernel in one}
+    assert sorted(map(json.dumps, one)) == sorted(map(json.dumps, four))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", ["qwen3-1.7b", "qwen3-30b-a3b"])
+def test_the_probe_of_a_gpu_compiles_nothing_more(name, ranks, monkeypatch):
+    from verl_tim.models import config_from_hf
+    from verl_tim.tasks.random_model import hf_config
+
+    late, check = [], probe.GpuProbe.run
+
+    def watched(self):
+        if type(self) is not probe.GpuProbe:
+            return check(self)
+        monkeypatch.setattr(knobs.runtime, "jit_cache_hook", lambda *, repr, **_: late.append(repr))
+        return check(self)
+
+    monkeypatch.setattr(probe.GpuProbe, "run", watched)
+    monkeypatch.setattr(grouped_gemm, "_forbidden", set())
+    monkeypatch.setattr(gemm, "_forbidden", set())
+    report = ProbeReport("chunk64", ())
+    shapes = dataclasses.replace(config_from_hf(hf_config(name)).probe_shapes, ranks=ranks)
+    probe.run(torch.device("cuda", torch.cuda.current_device()), shapes, "chunk64", report)
+    assert late == []
+    assert not report.forbidden
+    assert sum(report.comparisons.values()) > 400

@@ -1,0 +1,136 @@
+"""Kernels compiled side by side, before the work that launches them.
+
+Triton compiles a kernel at its first launch, and the launch waits for it: some forty kernels one after another, each a
+few tenths of a second. A *rehearsal* runs the work's own code first, on the meta device, whose tensors have shapes and
+no values: a launch there only notes what must be compiled, and computes nothing. So there is no list of kernels to
+keep. Threads then compile what was noted, and the work finds it in Triton's cache; a kernel that the rehearsal missed
+is compiled at its launch, as without one. Schedules are chosen as on the GPU that is rehearsed for
+(`contract.deciding_device`).
+
+Threads serve, since LLVM's passes and the assembler, six sevenths of a compile, do not hold Python's lock. The seventh
+that does is Triton's walk over the source; it sets the pace where there are many cores.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextvars import ContextVar, copy_context
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from triton import AsyncCompileMode, knobs
+from triton.runtime.jit import JITFunction
+
+from verl_tim.numerics.contract import meta_stands_for
+
+META = torch.device("meta")
+_MOST_THREADS = 32
+
+_one_at_a_time = threading.Lock()  # in a process: a rehearsal replaces a method of Triton's while it lasts
+_rehearsing: ContextVar[bool] = ContextVar("rehearsing", default=False)
+
+
+def threads() -> int:
+    """How many kernels are compiled at a time: one per core that this process may use."""
+    return min(_MOST_THREADS, len(os.sched_getaffinity(0)))
+
+
+class _Noted(Executor):
+    """Compilations to come. None begins during the rehearsal, whose every call of torch would wait for Python's lock
+    as soon as threads hold it."""
+
+    def __init__(self) -> None:
+        self._compilations: list[tuple[Future[Any], Callable[[], Any]]] = []
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._compilations.append((future, lambda: fn(*args, **kwargs)))
+        return future
+
+    def compile(self, title: str) -> None:
+        """All of them; errors stay in their futures."""
+        with (
+            tqdm(total=len(self._compilations), desc=title, unit="kernel", disable=None, delay=1.0) as bar,
+            ThreadPoolExecutor(threads(), thread_name_prefix="compile") as pool,
+        ):
+            for future, run in self._compilations:
+                future.add_done_callback(lambda _: bar.update())
+                pool.submit(_settle, future, run)
+
+
+def _settle(future: Future[Any], run: Callable[[], Any]) -> None:
+    try:
+        future.set_result(run())
+    except BaseException as error:  # whoever asks for the result gets it
+        future.set_exception(error)
+
+
+@contextlib.contextmanager
+def _launches_only_noted() -> Iterator[None]:
+    """Patch of Triton (3.6): launches of a thread that rehearses are warm-ups; those of other threads stay launches.
+
+    Triton has `kernel.warmup` beside `kernel[grid]`, but no way to say once that all launches of a piece of work are
+    meant.
+    """
+    run = JITFunction.run
+
+    def run_or_warm_up(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        return run(self, *args, grid=grid, warmup=warmup or _rehearsing.get(), **options)
+
+    JITFunction.run = run_or_warm_up
+    try:
+        yield
+    finally:
+        JITFunction.run = run
+
+
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """Python's collector off: the compiler makes many objects, for each thousand of which it would walk the heap."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def rehearse(device: torch.device, work: Callable[[], None], *, title: str = "compiling kernels") -> int:
+    """Compile everything that `work` launches and this process has not yet, for the current GPU, in `threads()`.
+
+    Args:
+        device: whose schedules the work's meta tensors take.
+        work: all its tensors that kernels see are on the meta device; it reads no value of one. What takes longest to
+            compile should come first.
+        title: of the progress bar, which appears on a terminal (standard error) after a second.
+
+    Returns:
+        How many kernels were made ready: compiled, or found in Triton's cache on disk. 0 in Triton's interpreter.
+
+    Raises:
+        What Triton raises at the launch of a kernel that does not compile, once the others are ready.
+    """
+    if knobs.runtime.interpret:
+        return 0
+
+    def rehearsal() -> int:
+        _rehearsing.set(True)
+        noted = _Noted()
+        with AsyncCompileMode(noted) as mode:
+            with meta_stands_for(device), _launches_only_noted():
+                work()
+            noted.compile(title)
+        return len(mode.future_kernels)
+
+    # `catch_warnings`: Triton's compiler changes the filters, which is not safe in threads; they are put back here.
+    with _one_at_a_time, _without_collections(), warnings.catch_warnings():
+        # A context of its own: Triton 3.6 leaves its mode active where a kernel does not compile.
+        return copy_context().run(rehearsal)
