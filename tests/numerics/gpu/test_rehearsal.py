@@ -172,3 +172,21 @@ def test_the_probe_of_a_gpu_compiles_nothing_more(name, ranks, monkeypatch):
     assert late == []
     assert not report.forbidden
     assert sum(report.comparisons.values()) > 400
+
+
+def test_a_rehearsal_that_fails_costs_time_and_is_told(monkeypatch, caplog):
+    checked = []
+
+    def broken(device, work):
+        raise AttributeError("another Triton")
+
+    monkeypatch.setattr(probe, "rehearse", broken)
+    monkeypatch.setattr(probe.GpuProbe, "run", lambda self: checked.append(self.device))
+    report = ProbeReport("chunk64", ())
+    probe.run(
+        torch.device("cpu"), next(iter(SHAPES.values())) if isinstance(SHAPES, dict) else SHAPES, "chunk64", report
+    )
+    assert checked == [torch.device("cpu")]
+    assert report.kernels == 0
+    assert "one after another" in caplog.text
+    assert "another Triton" in caplog.text
