@@ -68,15 +68,15 @@ def command(
         comparison = compare_runs(runs, name, options)
     with bad_input(), writing():
         paths = comparison.write(out, png=png)
-    if as_json:
-        print_json(comparison.to_dict())
-    else:
+    if not as_json:
         stdout().print(comparison.table())
     for title, path in zip(("JSON", "page", "picture"), paths, strict=False):
         stderr().print(f"{title}: {path.absolute()}", soft_wrap=True)
     if to_wandb or wandb_project:
         with bad_input():
             stderr().print(f"wandb: {_send(comparison, paths, out, wandb_project)}", soft_wrap=True)
+    if as_json:
+        print_json(comparison.to_dict())
 
 
 def _send(comparison: Comparison, paths: list[Path], folder: Path, project: str | None) -> str:
