@@ -27,9 +27,9 @@ def command(
     step: Annotated[list[int] | None, typer.Option(help="Dumped step to read; may be repeated. Default: all.")] = None,
     weights: Annotated[bool, typer.Option(help="Add token weights capped at 2.")] = True,
     name: Annotated[str | None, typer.Option(help="Of the option: calibrated_NAME. Default: the run's.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder for correction/, calibrate.html and calibrate.json.")] = Path(
-        "calibration"
-    ),
+    out: Annotated[
+        Path, typer.Option(help="Folder for correction/, calibrate.html and calibrate.json; those there are replaced.")
+    ] = Path("calibration"),
     as_json: Annotated[bool, typer.Option("--json", help="Print the JSON instead of the table.")] = False,
 ) -> None:
     """Calibrate."""

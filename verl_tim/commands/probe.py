@@ -52,7 +52,9 @@ def command(
             help="With --dump: only this many responses, with the rollout's hidden states (vllm: by hooks, eager).",
         ),
     ] = 0,
-    out: Annotated[Path, typer.Option(help="Folder for probe.html and probe.json.")] = Path("."),
+    out: Annotated[Path, typer.Option(help="Folder for probe.html and probe.json; those there are replaced.")] = Path(
+        "."
+    ),
     as_json: Annotated[bool, typer.Option("--json", help="Print the JSON instead of the tables.")] = False,
 ) -> None:
     """Probe."""

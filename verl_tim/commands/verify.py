@@ -94,7 +94,9 @@ def command(
             ".safetensors or .parquet, in place of a rollout; sizes are reported, not judged."
         ),
     ] = None,
-    out: Annotated[Path, typer.Option(help="With --layers: folder for layers.html and layers.json.")] = Path("."),
+    out: Annotated[
+        Path, typer.Option(help="With --layers: folder for layers.html and layers.json; those there are replaced.")
+    ] = Path("."),
     tensor_parallel: Annotated[
         int, typer.Option(min=1, help="Ranks that share each weight's outputs in the rollout; bits must not change.")
     ] = 1,
