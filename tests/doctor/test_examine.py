@@ -121,7 +121,8 @@ def test_exit_codes_and_json(plain_file, tmp_path):
     assert all(one.values())
     assert sum(said["counts"].values()) == len(said["violations"])
     unreadable = run("--json", str(tmp_path / "none.yaml"))
-    assert (unreadable.exit_code, unreadable.stdout) == (2, "")
+    assert unreadable.exit_code == 2
+    assert json.loads(unreadable.stdout)["error"]["problems"][0]["problem"] == "is neither file nor folder"
     assert "none.yaml" in unreadable.stderr.replace("\n", "")
 
 
