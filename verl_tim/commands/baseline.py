@@ -47,4 +47,6 @@ def command(
             rows,
         )
         stdout().print(f"tim.gate.baseline={out.absolute()}", soft_wrap=True)
+    for one in baseline.left_out:
+        stderr().print(f"- left out: {one}", style="yellow", markup=False, soft_wrap=True)
     stderr().print(f"baseline: {out.absolute()}", soft_wrap=True)

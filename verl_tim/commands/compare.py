@@ -98,7 +98,7 @@ def _send(comparison: Comparison, paths: list[Path], folder: Path, project: str 
 
 
 def compare_runs(runs: list[Path], names: list[str] | None = None, options: Options | None = None) -> Comparison:
-    """The comparison; LaunchError for folders without a run or a metric, or names, groups or a baseline that do not fit."""
+    """The comparison; LaunchError for folders without run or metric, and names, groups or a baseline that misfit."""
     from verl_tim.diagnosis.compare import compare
     from verl_tim.diagnosis.manifest import ManifestError
     from verl_tim.diagnosis.metric_log import RunFolderError
