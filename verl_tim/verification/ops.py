@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +13,15 @@ if TYPE_CHECKING:
 DEFAULT_SHAPES = ("qwen3-1.7b", "qwen3-30b-a3b")
 
 
-def probe_models(folders: list[str], attention: str) -> list[dict[str, Any]]:
+def probe_models(
+    folders: list[str], attention: str, on_report: Callable[[dict[str, Any]], None] = lambda report: None
+) -> list[dict[str, Any]]:
     """Probe the shapes of each model folder, bfloat16, on the GPU where there is one.
 
     Without a folder: those of published models, on a CPU of small ones.
+
+    Args:
+        on_report: called with each report when its model is done (progress).
 
     Returns one report per model: what was compared how often, schedules that were dropped, seconds, and the problem
     where the contract does not hold.
@@ -44,6 +50,7 @@ def probe_models(folders: list[str], attention: str) -> list[dict[str, Any]]:
                 "seconds": round(found.seconds, 2),
             }
         reports.append(report)
+        on_report(report)
     return reports
 
 

@@ -40,15 +40,18 @@ def command(
     import torch
 
     from verl_tim.bench.correction import benchmark, calls, make_batch
-    from verl_tim.commands.progress import counting_bar
+    from verl_tim.commands.progress import Work
 
     if threads is not None:
         torch.set_num_threads(threads)
-    with counting_bar() as progress:
-        task = progress.add_task("making a batch", total=calls(names, repeats=repeats))
+    measured: list[Row] = []
+    with Work("bench correction", calls(names, repeats=repeats)) as work:
+        work.doing("making a batch")
         batch = make_batch(rows, tokens, where, seed=seed)
-        progress.update(task, description="measuring")
-        measured = list(benchmark(names, batch, repeats=repeats, done=lambda: progress.advance(task)))
+        work.doing("measuring")
+        for row in benchmark(names, batch, repeats=repeats, done=work.advance):
+            measured.append(row)
+            work.ended(f"{row.preset}, {row.part}: {_time(row.ours.seconds)}")
     valid = float(batch.response_mask.double().mean())
     if as_json:
         print_json(

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from verl_tim.commands.bench.correction import _machine, _mib, _time
-from verl_tim.commands.output import bad_input, print_json, stderr, table
+from verl_tim.commands.output import bad_input, print_json, table
 from verl_tim.commands.quiet import quiet_libraries
 
 NAME = "determinism"
@@ -44,13 +44,20 @@ def command(
     import torch
 
     from verl_tim.bench.determinism import OFF, benchmark
+    from verl_tim.commands.progress import Work
     from verl_tim.training.in_process import single_rank_group
 
     if threads is not None:
         torch.set_num_threads(threads)
-    with stderr().status("measuring"), quiet_libraries(), single_rank_group():
+    with Work("bench determinism") as work, quiet_libraries(), single_rank_group():
         measured = benchmark(
-            str(model), numerics=numerics, dtype=dtype, sequences=sequences, tokens=tokens, repeats=repeats
+            str(model),
+            numerics=numerics,
+            dtype=dtype,
+            sequences=sequences,
+            tokens=tokens,
+            repeats=repeats,
+            done=work.advance,
         )
     base = measured[OFF]
     if as_json:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from verl_tim.commands.bench.correction import _device, _machine, _mib, _time
-from verl_tim.commands.output import bad_input, print_json, stderr, table
+from verl_tim.commands.output import bad_input, print_json, table
 
 NAME = "routing"
 HELP = "Memory, transport and time of replayed routes: conversion, the record of r2, a router with given experts."
@@ -28,6 +28,7 @@ def command(
     import torch
 
     from verl_tim.bench.routing import Shape, benchmark
+    from verl_tim.commands.progress import Work
     from verl_tim.launch.errors import LaunchError
 
     with bad_input():
@@ -39,8 +40,8 @@ def command(
     if threads is not None:
         torch.set_num_threads(threads)
     shape = Shape(layers, experts, top_k, tokens, sequences)
-    with stderr().status("measuring"):
-        cost = benchmark(shape, where, repeats=repeats)
+    with Work("bench routing") as work:
+        cost = benchmark(shape, where, repeats=repeats, done=work.advance)
     if as_json:
         facts = {**_machine(where), **vars(shape), "bytes_per_token": shape.bytes_per_token, "repeats": repeats}
         results = {name: vars(one) for name, one in cost.parts.items()}
