@@ -187,14 +187,20 @@ def _exclusive() -> Exception:
 def _verify_ops(subjects: list[str], attention: str, as_json: bool) -> None:
     from verl_tim.commands.progress import Work
     from verl_tim.commands.verify_ops import print_report
-    from verl_tim.verification.ops import probe_models
+    from verl_tim.launch.errors import LaunchError
+    from verl_tim.verification.ops import OpsError, probe_models
 
     with bad_input(), Work("every kernel schedule against the reference") as work:
-        reports = probe_models(
-            subjects,
-            attention,
-            lambda report: work.ended(f"{report['subject']}: {'holds' if report['problem'] is None else 'FAILS'}"),
-        )
+        try:
+            reports = probe_models(
+                subjects,
+                attention,
+                lambda report: work.ended(f"{report['subject']}: {'holds' if report['problem'] is None else 'FAILS'}"),
+            )
+        except OpsError as error:
+            raise LaunchError.of(
+                "MODEL", str(error), "give the folder of a Hugging Face model that the contract covers"
+            ) from error
     passed = all(report["problem"] is None for report in reports)
     if as_json:
         print_json({"passed": passed, "models": reports})

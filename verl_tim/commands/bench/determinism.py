@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from verl_tim.commands.bench.correction import _machine, _mib, _time
+from verl_tim.commands.bench.shown import duration, machine_of, mebibytes
 from verl_tim.commands.output import bad_input, print_json, table
 from verl_tim.commands.quiet import quiet_libraries
 
@@ -62,7 +62,7 @@ def command(
     base = measured[OFF]
     if as_json:
         shape = {"numerics": numerics, "dtype": dtype, "sequences": sequences, "tokens": tokens, "repeats": repeats}
-        machine = _machine(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        machine = machine_of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         results = {
             name: {**vars(m), "cpu_ratio": m.cpu_seconds / base.cpu_seconds, "ratio": m.seconds / base.seconds}
             for name, m in measured.items()
@@ -75,10 +75,10 @@ def command(
         [
             (
                 name,
-                _time(m.seconds),
-                _time(m.cpu_seconds),
+                duration(m.seconds),
+                duration(m.cpu_seconds),
                 f"{m.cpu_seconds / base.cpu_seconds:.2f}",
-                _mib(m.peak_bytes),
+                mebibytes(m.peak_bytes),
             )
             for name, m in measured.items()
         ],

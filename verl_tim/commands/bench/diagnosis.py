@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from verl_tim.commands.bench.correction import _machine, _mib, _time
+from verl_tim.commands.bench.shown import duration, machine_of, mebibytes
 from verl_tim.commands.output import print_json, table
 
 NAME = "diagnosis"
@@ -52,10 +52,10 @@ def command(
     chosen = int(batch.response_mask[:sampled].sum())
     if as_json:
         shape = {"rows": rows, "tokens": tokens, "valid_tokens": valid, "recorded_tokens": chosen, "repeats": repeats}
-        print_json({**_machine(device), **shape, "results": {name: vars(one) for name, one in measured.items()}})
+        print_json({**machine_of(device), **shape, "results": {name: vars(one) for name, one in measured.items()}})
         return
     table(
         f"Diagnosis of {valid:,} tokens, ({rows}, {tokens:,}); {chosen:,} with choices recorded; median of {repeats}",
         ("part", "time", "CPU time", "peak MiB"),
-        [(name, _time(m.seconds), _time(m.cpu_seconds), _mib(m.peak_bytes)) for name, m in measured.items()],
+        [(name, duration(m.seconds), duration(m.cpu_seconds), mebibytes(m.peak_bytes)) for name, m in measured.items()],
     )

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from verl_tim.commands.bench.correction import _device, _machine, _mib, _time
+from verl_tim.commands.bench.shown import chosen_device, duration, machine_of, mebibytes
 from verl_tim.commands.output import bad_input, print_json, table
 
 NAME = "routing"
@@ -32,7 +32,7 @@ def command(
     from verl_tim.launch.errors import LaunchError
 
     with bad_input():
-        where = _device(device)
+        where = chosen_device(device)
         if top_k > experts:
             raise LaunchError.of("--top-k", f"{top_k} is more than --experts {experts}", "lower it")
         if tokens < 2 * sequences:
@@ -43,7 +43,7 @@ def command(
     with Work("bench routing") as work:
         cost = benchmark(shape, where, repeats=repeats, done=work.advance)
     if as_json:
-        facts = {**_machine(where), **vars(shape), "bytes_per_token": shape.bytes_per_token, "repeats": repeats}
+        facts = {**machine_of(where), **vars(shape), "bytes_per_token": shape.bytes_per_token, "repeats": repeats}
         results = {name: vars(one) for name, one in cost.parts.items()}
         print_json(
             {**facts, "wire_bytes_per_token": cost.wire_bytes, "host_bytes": cost.host_bytes, "results": results}
@@ -52,8 +52,11 @@ def command(
     counted = sequences * shape.length
     table(
         f"Routes of {layers} layers, {top_k} of {experts} experts: {shape.bytes_per_token} bytes per token, pickled "
-        f"{cost.wire_bytes:.0f}; {counted:,} tokens in {sequences} sequences take {_mib(cost.host_bytes)} MiB on the "
-        f"host; median of {repeats}",
+        f"{cost.wire_bytes:.0f}; {counted:,} tokens in {sequences} sequences take {mebibytes(cost.host_bytes)} MiB "
+        f"on the host; median of {repeats}",
         ("part", "time", "CPU time", "peak MiB"),
-        [(name, _time(m.seconds), _time(m.cpu_seconds), _mib(m.peak_bytes)) for name, m in cost.parts.items()],
+        [
+            (name, duration(m.seconds), duration(m.cpu_seconds), mebibytes(m.peak_bytes))
+            for name, m in cost.parts.items()
+        ],
     )
