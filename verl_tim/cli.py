@@ -26,6 +26,7 @@ from verl_tim.commands import (
     train,
     verify,
 )
+from verl_tim.commands.output import CommandWithJson
 
 app = typer.Typer(
     name="verl-tim",
@@ -56,9 +57,13 @@ COMMANDS = (
 for module in COMMANDS:
     app.command(module.NAME, help=module.HELP, no_args_is_help=module.NEEDS_ARGUMENTS)(module.command)
 
-app.add_typer(launch.app, name=launch.NAME, help=launch.HELP)
-app.add_typer(bench.app, name=bench.NAME, help=bench.HELP)
-app.add_typer(evidence.app, name=evidence.NAME, help=evidence.HELP)
+GROUPS = (launch, bench, evidence)
+for group in GROUPS:
+    app.add_typer(group.app, name=group.NAME, help=group.HELP)
+
+for part in (app, *(group.app for group in GROUPS)):
+    for registered in part.registered_commands:
+        registered.cls = CommandWithJson
 
 
 def main() -> None:

@@ -105,7 +105,7 @@ def test_train_table_names_the_replay(capsys):
     def shown(mode):
         choices = {"rollout": "vllm", "trainer": "stock", "correction": "none", "routing_replay": mode}
         tim = {"choices": choices, "run_dir": "run"}
-        train.show(OmegaConf.create({"tim": tim, "trainer": {"experiment_name": "run"}}), outcome, as_json=False)
+        train.show(OmegaConf.create({"tim": tim, "trainer": {"experiment_name": "run"}}), outcome)
         return [line for line in capsys.readouterr().out.splitlines() if "routing replay" in line]
 
     assert shown("off") == []
@@ -231,3 +231,18 @@ def test_quickstart_stops_at_a_failing_run(small, fake_verl, tmp_path):
     assert result.exit_code == 5
     assert "ValueError: no" in result.stderr
     assert not (tmp_path / "quick/stock").exists()
+
+
+def test_quickstart_with_json_says_which_run_failed(small, fake_verl, tmp_path):
+    fake_verl(exit_code=5, last_words="ValueError: no")
+    words = ["quickstart", "--json", "--dir", f"{tmp_path}/quick", *(word for word in small if "run_dir" not in word)]
+    result = runner.invoke(app, words)
+    assert result.exit_code == 5
+    error = json.loads(result.stdout)["error"]
+    assert error["exit_code"] == 5
+    assert "vexact: verl ended with exit code 5" in error["problems"][0]["problem"]
+
+
+def test_dry_run_with_json_is_json(small):
+    result = runner.invoke(app, ["train", "--dry-run", "--json", "rollout=stock", *small])
+    assert json.loads(result.stdout)["actor_rollout_ref"]["rollout"]["name"] == "stock"

@@ -97,3 +97,56 @@ def test_the_command_writes_and_tells(runs, tmp_path):
     failed = runner.invoke(app, ["baseline", str(runs[0]), "--out", str(out)])
     assert failed.exit_code == 2
     assert "logged nothing" in failed.stderr.replace("\n", " ")
+
+
+def spoil(run, changes, tail=""):
+    """Another value for a metric of some steps; ... takes it out."""
+    path = run / METRICS_NAME
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        for name, value in changes.get(line["step"], {}).items():
+            if value is ...:
+                del line["data"][name]
+            else:
+                line["data"][name] = value
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + tail)
+
+
+def test_steps_without_a_finite_value_and_a_torn_line_are_counted_and_named(runs, tmp_path):
+    whole = baseline_of(runs)
+    assert whole.left_out == []
+    mean, largest = METRICS[0], MAX_METRIC
+    # verl's file logger writes NaN and infinity as null
+    spoil(runs[0], {1: {mean: None}, 3: {mean: None, largest: None}, 5: {largest: ...}}, tail='{"step": 9, "da')
+    baseline = baseline_of(runs)
+    assert baseline.steps == whole.steps - 2
+    assert [(one.run, one.metric, one.nonfinite, one.missing) for one in baseline.left_out] == [
+        ("run1", mean, [1, 3], []),
+        ("run1", largest, [3], [5]),
+        ("run1", None, [], []),
+    ]
+    assert Baseline.read(baseline.write(tmp_path / "baseline.json")) == baseline
+    # the first step does not count as skipped because its value is none
+    assert baseline_of(runs, skip=1).left_out[0].nonfinite == [3]
+    result = runner.invoke(app, ["baseline", *map(str, runs), "--out", str(tmp_path / "b.json")])
+    assert result.exit_code == 0, result.output
+    for words in (
+        "run1: tim/delta_abs_mean not finite at 2 steps (1, 3)",
+        "run1: tim/delta_abs_max not finite at 1 step (3), not logged at 1 step (5)",
+        "run1: the last line of its metrics is cut off",
+    ):
+        assert f"- left out: {words}" in result.stderr
+
+
+def test_a_run_without_any_finite_step_is_refused(runs):
+    spoil(runs[0], {step: {METRICS[0]: None} for step in range(9)})
+    with pytest.raises(BaselineError, match="none of it finite"):
+        baseline_of(runs)
+
+
+def test_a_file_of_before_reads_as_nothing_left_out(runs, tmp_path):
+    path = baseline_of(runs).write(tmp_path / "baseline.json")
+    content = json.loads(path.read_text())
+    del content["left_out"]
+    path.write_text(json.dumps(content))
+    assert Baseline.read(path).left_out == []

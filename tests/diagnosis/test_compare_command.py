@@ -89,15 +89,52 @@ def test_the_two_families_of_estimators_share_no_axis():
         Plot("both", "Both", (Line(("tim/k3",)), Line(("tim/ppo_k3",))))
 
 
-@pytest.mark.parametrize("steps", [0, 1])
-def test_runs_of_no_and_one_step(runs, tmp_path, steps):
-    short = write_run(tmp_path / "short", rollout="stock", steps=max(steps, 1))
-    if not steps:
-        (short / "metrics.jsonl").write_text("")
+def test_runs_of_one_step(runs, tmp_path):
+    short = write_run(tmp_path / "short", rollout="stock", steps=1)
     result = invoke(runs[0], short, "--out", tmp_path, "--png", "--json")
     assert result.exit_code == 0, result.output
-    states = {row["state"] for row in json.loads(result.stdout)["early_warning"]["signals"]}
-    assert states == ({"too short"} if steps else {"not logged"})
+    assert {row["state"] for row in json.loads(result.stdout)["early_warning"]["signals"]} == {"too short"}
+
+
+@pytest.mark.parametrize("content", ["", "\n", '{"step": 1, "da', '{"step": 1, "data": {}}\n'])
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_run_that_logged_nothing_is_named(runs, tmp_path, content, alone):
+    empty = write_run(tmp_path / "empty", steps=1)
+    (empty / "metrics.jsonl").write_text(content)
+    for given in (empty, empty / "metrics.jsonl"):
+        result = invoke(*([] if alone else runs), given, "--out", tmp_path / "out")
+        assert result.exit_code == 2, result.output
+        assert f"{empty}/metrics.jsonlholdsnometricofanystep" in "".join(result.stderr.split())
+        assert result.stdout == ""
+        assert not (tmp_path / "out").exists()
+    result = runner.invoke(app, ["report", str(empty), "--out", str(tmp_path / "out")])
+    assert result.exit_code == 2, result.output
+    assert "no token dumps" in " ".join(result.stderr.split())
+
+
+def test_metrics_that_are_all_nan_are_metrics(tmp_path):
+    run = write_run(tmp_path / "nan", steps=1)
+    (run / "metrics.jsonl").write_text('{"step": 1, "data": {"critic/score/mean": null}}\n')
+    assert invoke(run, "--out", tmp_path / "out").exit_code == 0
+
+
+def test_a_tracker_without_values_is_named(tmp_path):
+    from torch.utils.tensorboard import SummaryWriter
+
+    SummaryWriter(str(tmp_path / "events")).close()
+    result = invoke(tmp_path / "events", "--out", tmp_path)
+    assert result.exit_code == 2, result.output
+    assert "events holds no metric of any step" in " ".join(result.stderr.split())
+
+
+def test_pages_of_before_are_replaced(runs, tmp_path):
+    for words in (["compare", *runs], ["report", runs[1]]):
+        page = tmp_path / f"{words[0]}.html"
+        page.write_text("old")
+        assert runner.invoke(app, [*words, "--out", str(tmp_path)]).exit_code == 0
+        assert page.read_text() != "old"
+        words = [words[0], "--help"]
+        assert "are replaced" in " ".join(runner.invoke(app, words).output.replace("│", " ").split())
 
 
 @pytest.mark.parametrize("command", [("compare",), ("report",), ("baseline",), ("calibrate",), ("probe",)])

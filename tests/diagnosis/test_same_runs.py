@@ -300,3 +300,18 @@ def test_a_line_that_was_cut_off_in_both_is_said(pair):
 def test_a_config_with_another_shape_raises_nothing(pair):
     (pair[0] / "config.yaml").write_text("tim: 3\ntrainer: text\n")
     same_runs(*pair)
+
+
+def test_a_trackers_folder_cannot_be_compared(pair, tmp_path):
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(tmp_path / "events")) as writer:
+        writer.add_scalar("actor/grad_norm", 0.1, 1)
+    with SummaryWriter(str(pair[1])) as writer:  # a run that logged to the tracker alone
+        writer.add_scalar("actor/grad_norm", 0.1, 1)
+    (pair[1] / METRICS_NAME).unlink()
+    for runs in ((pair[0], tmp_path / "events"), (tmp_path / "events", pair[0]), pair):
+        result = runner.invoke(app, ["same", *map(str, runs)])
+        assert result.exit_code == 2, result.output
+        assert result.stdout == ""
+        assert "has no metrics.jsonl, and a tracker's folder keeps neither samples" in " ".join(result.stderr.split())

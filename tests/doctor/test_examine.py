@@ -9,7 +9,9 @@ from typer.testing import CliRunner
 
 from verl_tim.cli import app
 from verl_tim.doctor.examine import examine
+from verl_tim.doctor.machine import Machine
 from verl_tim.doctor.rule import Level
+from verl_tim.doctor.rules.schedule import disk
 from verl_tim.doctor.source import read
 from verl_tim.doctor.view import View
 
@@ -121,7 +123,8 @@ def test_exit_codes_and_json(plain_file, tmp_path):
     assert all(one.values())
     assert sum(said["counts"].values()) == len(said["violations"])
     unreadable = run("--json", str(tmp_path / "none.yaml"))
-    assert (unreadable.exit_code, unreadable.stdout) == (2, "")
+    assert unreadable.exit_code == 2
+    assert json.loads(unreadable.stdout)["error"]["problems"][0]["problem"] == "is neither file nor folder"
     assert "none.yaml" in unreadable.stderr.replace("\n", "")
 
 
@@ -148,3 +151,23 @@ def test_it_is_fast(view_of):
     started = time.monotonic()
     examine(view_of("vexact"))
     assert time.monotonic() - started < 3
+
+
+def test_a_machine_tells_of_no_room_in_words(tmp_path):
+    """The disk's rule and preflight ask the same function."""
+    (tmp_path / "file").write_text("")
+    machine = Machine()
+    assert machine.free_disk(tmp_path / "file" / "checkpoints") == f"{tmp_path}/file is a file"
+    assert machine.free_disk(tmp_path / "to" / "be" / "made") > 0
+    assert Machine(disk=5).free_disk(tmp_path / "file" / "checkpoints") == 5
+
+
+def test_a_place_that_cannot_be_is_no_finding_of_the_disk(view_of, tmp_path):
+    (tmp_path / "file").write_text("")
+    changes = {"trainer.save_freq": 5, "trainer.default_local_dir": f"{tmp_path}/file/checkpoints"}
+    view = view_of(changes=changes, machine=Machine(), parameters=10**15)
+    assert list(disk(view)) == []
+    view = view_of(
+        changes={**changes, "trainer.default_local_dir": str(tmp_path)}, machine=Machine(), parameters=10**15
+    )
+    assert [one.key for one in disk(view)] == ["trainer.save_freq"]

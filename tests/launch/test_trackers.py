@@ -69,6 +69,21 @@ def test_a_run_without_a_folder_of_its_own_choice_has_name_and_folder_alike():
     assert config.tim.run_dir.endswith("/" + config.trainer.experiment_name)
 
 
+@pytest.mark.parametrize("mode", ["r2", "r3"])
+def test_the_mode_of_replay_is_in_the_default_name_and_folder(mode, tmp_path):
+    from verl_tim.launch import prepare
+    from verl_tim.launch.start import composed
+
+    config = composed([f"routing_replay={mode}", "rollout=stock"])
+    prepare.resolve(config)
+    assert config.trainer.experiment_name.startswith(f"cpu_grpo-stock-none-{mode}-")
+    assert config.tim.run_dir.endswith("/" + config.trainer.experiment_name)
+    # and a folder of one's own choice still names the run
+    config = composed([f"routing_replay={mode}", f"tim.run_dir={tmp_path}/mine"])
+    prepare.resolve(config)
+    assert config.trainer.experiment_name == "mine"
+
+
 def test_runs_of_a_matrix_have_their_cells_names_and_one_group(tmp_path):
     words = ["+matrix=paper", f"tim.run_dir={tmp_path}/paper", "tim.only=[vexact,vllm_recompute]"]
     matrix = matrix_of(find_recipe("dense_grpo"), words)

@@ -1,6 +1,7 @@
 """Values that cannot be meant are named before anything computes with them; what the recipes say is not."""
 
 import pytest
+from omegaconf import OmegaConf
 
 from verl_tim.launch.checks import run_checks, values
 from verl_tim.launch.errors import LaunchError
@@ -21,6 +22,11 @@ def test_nothing_that_is_shipped_is_refused(resolved):
     ("override", "key", "problem"),
     [
         ("trainer.use_v1=maybe", "trainer.use_v1", "neither true nor false"),
+        (
+            "actor_rollout_ref.rollout.enable_rollout_routing_replay='false'",
+            "actor_rollout_ref.rollout.enable_rollout_routing_replay",
+            "is the text 'false', which Python takes for true",
+        ),
         ("actor_rollout_ref.actor.optim.lr=fast", "actor_rollout_ref.actor.optim.lr", "not a number"),
         ("actor_rollout_ref.actor.optim.lr=nan", "actor_rollout_ref.actor.optim.lr", "not a number"),
         ("actor_rollout_ref.actor.optim.lr=-1", "actor_rollout_ref.actor.optim.lr", "-1"),
@@ -71,3 +77,33 @@ def test_a_group_that_is_none(resolved, override):
 
 def test_greedy_validation_is_fine(resolved):
     assert list(values.check(resolved("actor_rollout_ref.rollout.val_kwargs.temperature=0"))) == []
+
+
+@pytest.mark.parametrize("engine", ["megatron", "veomni", "torchtitan"])
+def test_an_engine_without_its_groups_is_one_finding_that_names_the_choice(resolved, engine):
+    key = "actor_rollout_ref.actor.strategy"
+    with pytest.raises(LaunchError) as error:
+        resolved(f"{key}={engine}")
+    (finding,) = error.value.findings
+    assert (finding.key, finding.problem) == (key, f"is {engine}, and the config has the groups of model_engine=dp")
+    assert f"choose model_engine={engine}" in finding.remedy
+    with pytest.raises(LaunchError) as error:
+        resolved(f"model_engine={engine}")  # the recipe sets FSDP2
+    (finding,) = error.value.findings
+    assert finding.problem == f"is fsdp2, and the config has the groups of model_engine={engine}"
+    assert "leave model_engine out" in finding.remedy
+
+
+@pytest.mark.parametrize("engine", ["dp", "megatron", "veomni", "torchtitan"])
+def test_what_verl_composes_for_an_engine_is_whole(engine):
+    from hydra import compose, initialize_config_module
+
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        config = compose("ppo_trainer", overrides=[f"model_engine={engine}"])
+    OmegaConf.set_struct(config, False)
+    assert [finding.key for finding in values.check_structure(config)] == ["tim"]
+    del config["model_engine"]  # as in a config written by hand
+    assert [finding.key for finding in values.check_structure(config)] == ["tim"]
+    if engine != "dp":
+        config.actor_rollout_ref.actor.strategy = "fsdp"
+        assert [finding.key for finding in values.check_structure(config)][1:] == ["actor_rollout_ref.actor.strategy"]

@@ -99,6 +99,9 @@ def test_options_of_another_rollout_are_not_read():
         ({"load_format": "gguf"}, "load_format=gguf"),
         ({"response_length": 200}, r"max_prompt_length=40.*max_response_length=200.*context of 128"),
         ({"max_model_len": 500}, "max_model_len=500"),
+        ({"enable_rollout_routing_replay": "false"}, "enable_rollout_routing_replay='false' is neither true nor false"),
+        ({"ignore_eos": "false"}, "ignore_eos='false'"),
+        ({"free_cache_engine": "True"}, "free_cache_engine='True'"),
         ({"max_model_len": 40}, "max_model_len=40 leaves no room"),
     ],
 )

@@ -23,6 +23,8 @@ def test_the_ladder_of_a_moe_model(random_models):
     assert result.exit_code == 0, result.output
     (subject,) = json.loads(result.stdout)["subjects"]
     assert [rung["passed"] for rung in subject["rungs"]] == [True] * 6
+    scenarios = sum(len(rung["scenarios"]) for rung in subject["rungs"])
+    assert sum(": passed, " in line for line in result.stderr.splitlines()) == scenarios > 6
 
 
 def test_a_planted_fault_stops_the_ladder_with_exit_code_1(random_models):

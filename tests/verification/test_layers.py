@@ -144,3 +144,25 @@ def test_page_and_json(random_models, tmp_path):
     assert 'class="marked"' in page
     assert "Plotly" in page
     assert made.to_dict()["first_differing"] == made.first.name
+
+
+def test_in_80_columns_every_op_is_one_line_with_its_whole_name(random_models):
+    import io
+
+    from rich.console import Console
+
+    made = report(random_models["qwen3_moe"], "stock", "contract")
+    for op in made.ops:  # as wide as numbers get
+        op.differing, op.max_abs, op.sum_rel = 12_345_678, 1.23e-5, 1.23e-5 * op.elements
+        op.max_ulp = 2_147_483_647
+    console = Console(width=80, file=io.StringIO())
+    console.print(made.table())
+    lines = console.file.getvalue().splitlines()
+    assert "…" not in console.file.getvalue()
+    rows = [line for line in lines if "12,345,678" in line]
+    assert len(rows) == len(made.ops)
+    assert len(lines) == len(rows) + 4  # title, headings, a rule, what is on the page
+    for line, op in zip(rows, made.ops, strict=True):
+        layer, name, *_ = LayerReport.cells(op)[:1] + LayerReport.cells(op)[2:]
+        assert line.split()[: 1 + bool(layer)] == [*([layer] if layer else []), name.split()[0]]
+        assert op.name.endswith(".routes") or line.split()[-3:] == ["1.2·10⁻⁵", "1.2·10⁻⁵", "2,147,483,647"]

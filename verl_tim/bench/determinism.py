@@ -20,7 +20,14 @@ OFF, ON, FILLING = "off", "deterministic", "deterministic, new tensors filled"
 
 
 def benchmark(
-    model_path: str, *, numerics: str, dtype: str, sequences: int, tokens: int, repeats: int
+    model_path: str,
+    *,
+    numerics: str,
+    dtype: str,
+    sequences: int,
+    tokens: int,
+    repeats: int,
+    done: Callable[[], None] = lambda: None,
 ) -> dict[str, Measured]:
     """Forward, backward and optimiser step of `sequences` x `tokens` tokens; needs a process group.
 
@@ -46,7 +53,7 @@ def benchmark(
             return run
 
         variants = {OFF: variant(_off), ON: variant(determinism.turn_on), FILLING: variant(_filling)}
-        return measure(variants, device, repeats=repeats)
+        return measure(variants, device, repeats=repeats, done=done)
 
 
 def _off() -> None:

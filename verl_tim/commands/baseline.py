@@ -16,7 +16,7 @@ NEEDS_ARGUMENTS = True
 
 def command(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders of one set-up.")],
-    out: Annotated[Path, typer.Option(help="File to write.")] = Path("baseline.json"),
+    out: Annotated[Path, typer.Option(help="File to write; one there is replaced.")] = Path("baseline.json"),
     skip: Annotated[int, typer.Option(min=0, help="Steps to leave out at the beginning of each run.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the JSON instead of the table.")] = False,
 ) -> None:
@@ -47,4 +47,6 @@ def command(
             rows,
         )
         stdout().print(f"tim.gate.baseline={out.absolute()}", soft_wrap=True)
+    for one in baseline.left_out:
+        stderr().print(f"- left out: {one}", style="yellow", markup=False, soft_wrap=True)
     stderr().print(f"baseline: {out.absolute()}", soft_wrap=True)

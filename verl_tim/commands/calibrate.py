@@ -27,9 +27,9 @@ def command(
     step: Annotated[list[int] | None, typer.Option(help="Dumped step to read; may be repeated. Default: all.")] = None,
     weights: Annotated[bool, typer.Option(help="Add token weights capped at 2.")] = True,
     name: Annotated[str | None, typer.Option(help="Of the option: calibrated_NAME. Default: the run's.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder for correction/, calibrate.html and calibrate.json.")] = Path(
-        "calibration"
-    ),
+    out: Annotated[
+        Path, typer.Option(help="Folder for correction/, calibrate.html and calibrate.json; those there are replaced.")
+    ] = Path("calibration"),
     as_json: Annotated[bool, typer.Option("--json", help="Print the JSON instead of the table.")] = False,
 ) -> None:
     """Calibrate."""
@@ -51,9 +51,7 @@ def command(
         write_json(found, out / "calibrate.json")
         (out / "calibrate.html").write_text(render_calibration(found), encoding="utf-8")
     stderr().print(f"page: {(out / 'calibrate.html').absolute()}", soft_wrap=True)
-    if as_json:
-        print_json(found.to_dict())
-    else:
+    if not as_json:
         rows = [
             ("no rejection", "", "0 %", short(found.none.skew), percent(found.none.effective)),
             *(
@@ -73,9 +71,13 @@ def command(
         except CalibrationError as error:
             # an answer, and no bad input: the right correction is none
             report([Finding("calibrate", str(error), f"the curves are in {out / 'calibrate.html'}")], colour="yellow")
+            if as_json:
+                print_json(found.to_dict())
             raise typer.Exit(1) from None
     stderr().print(f"correction: {path}", soft_wrap=True)
-    if not as_json:
+    if as_json:
+        print_json(found.to_dict())
+    else:
         stdout().print(f"\nUse it with\n  {how_to_use(path)}", soft_wrap=True, markup=False)
 
 

@@ -45,7 +45,9 @@ def command(
     band_z: Annotated[float, typer.Option(help="Half-width of the baseline's band in standard deviations.")] = 3.0,
     band_window: Annotated[int, typer.Option(help="Steps that the band's standard deviation is taken over.")] = 21,
     band_steps: Annotated[int, typer.Option(help="Logged steps in a row outside the band that count.")] = 3,
-    out: Annotated[Path, typer.Option(help="Folder for compare.html and compare.json.")] = Path("."),
+    out: Annotated[
+        Path, typer.Option(help="Folder for compare.html and compare.json; those there are replaced.")
+    ] = Path("."),
     png: Annotated[bool, typer.Option("--png", help="Write compare.png too.")] = False,
     to_wandb: Annotated[
         bool,
@@ -68,15 +70,15 @@ def command(
         comparison = compare_runs(runs, name, options)
     with bad_input(), writing():
         paths = comparison.write(out, png=png)
-    if as_json:
-        print_json(comparison.to_dict())
-    else:
+    if not as_json:
         stdout().print(comparison.table())
     for title, path in zip(("JSON", "page", "picture"), paths, strict=False):
         stderr().print(f"{title}: {path.absolute()}", soft_wrap=True)
     if to_wandb or wandb_project:
         with bad_input():
             stderr().print(f"wandb: {_send(comparison, paths, out, wandb_project)}", soft_wrap=True)
+    if as_json:
+        print_json(comparison.to_dict())
 
 
 def _send(comparison: Comparison, paths: list[Path], folder: Path, project: str | None) -> str:
@@ -96,18 +98,23 @@ def _send(comparison: Comparison, paths: list[Path], folder: Path, project: str 
 
 
 def compare_runs(runs: list[Path], names: list[str] | None = None, options: Options | None = None) -> Comparison:
-    """The comparison; LaunchError for folders that hold no run, or names, groups or a baseline that do not fit."""
+    """The comparison; LaunchError for folders without run or metric, and names, groups or a baseline that misfit."""
     from verl_tim.diagnosis.compare import compare
     from verl_tim.diagnosis.manifest import ManifestError
     from verl_tim.diagnosis.metric_log import RunFolderError
-    from verl_tim.launch.errors import LaunchError
+    from verl_tim.launch.errors import Finding, LaunchError
 
     try:
-        return compare(runs, names, options)
+        comparison = compare(runs, names, options)
     except (RunFolderError, ManifestError) as error:
         raise LaunchError.of("RUN", str(error), "give run folders: what tim.run_dir named when they ran") from error
     except ValueError as error:
         raise LaunchError.of("RUN", str(error), "see verl-tim compare --help") from error
+    empty = [problem for run in comparison.runs if (problem := run.nothing_logged()) is not None]
+    if empty:
+        remedy = "leave it out; its train.log says why it logged nothing, if it has ended"
+        raise LaunchError([Finding("RUN", problem, remedy) for problem in empty])
+    return comparison
 
 
 def _options(*, smooth: str, band: dict[str, Any], **more: Any) -> Options:

@@ -1,4 +1,7 @@
-"""What every command prints with: results on stdout, everything else on stderr, so that --json can be piped."""
+"""What every command prints with: results on stdout, everything else on stderr, so that --json can be piped.
+
+With --json there is one document on stdout, also where there is no result: `CommandWithJson` sees to that for all.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from typing import Any
 
 import typer
 from rich.console import Console
+from typer.core import TyperCommand
 
 # The exit code of a command that was asked for something it cannot do.
 BAD_INPUT = 2
@@ -26,7 +30,7 @@ def stderr() -> Console:
 
 
 def print_json(value: Any) -> None:
-    """One JSON document on stdout, nothing else."""
+    """One JSON document on stdout, nothing else: a command calls it once, as the last thing that can fail."""
     sys.stdout.write(json.dumps(value, indent=2) + "\n")
 
 
@@ -42,6 +46,50 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> 
     stdout().print(result)
 
 
+class Failure(typer.Exit):
+    """Ends a command without a result. What was wrong is on stderr already.
+
+    Attributes:
+        findings: what was wrong; each has `key`, `problem` and `remedy`.
+        exit_code: BAD_INPUT for what the user gave, another where the work failed.
+    """
+
+    def __init__(self, findings: Sequence[Any], exit_code: int = BAD_INPUT) -> None:
+        super().__init__(exit_code)
+        self.findings = tuple(findings)
+
+
+class CommandWithJson(TyperCommand):
+    """A command that, given --json, has a document on stdout also where it has no result.
+
+    `{"error": {"exit_code": int, "problems": [{"key", "problem", "remedy"}, ...]}}`, of what cannot be used and of any
+    exception; its traceback goes to stderr as it would without --json. The option's parameter is called `as_json`.
+    """
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            with bad_input():
+                return super().invoke(ctx)
+        except Failure as failure:
+            if ctx.params.get("as_json"):
+                _print_error(failure.exit_code, failure.findings)
+            raise
+        except (typer.Exit, typer.Abort, typer.BadParameter):
+            raise  # a result's exit code, or a usage error of typer's
+        except Exception as error:
+            if ctx.params.get("as_json"):
+                from verl_tim.launch.errors import Finding
+
+                what = f"{type(error).__name__}: {error}"
+                _print_error(1, [Finding(ctx.command_path, what, "the traceback on stderr says where")])
+            raise
+
+
+def _print_error(exit_code: int, findings: Sequence[Any]) -> None:
+    problems = [{"key": one.key, "problem": one.problem, "remedy": one.remedy} for one in findings]
+    print_json({"error": {"exit_code": exit_code, "problems": problems}})
+
+
 @contextmanager
 def bad_input() -> Iterator[None]:
     """Turn what the user gave and cannot be used into a message and exit code 2, without a traceback."""
@@ -51,7 +99,7 @@ def bad_input() -> Iterator[None]:
         yield
     except LaunchError as error:
         report(error.findings)
-        raise typer.Exit(BAD_INPUT) from None
+        raise Failure(error.findings) from None
 
 
 @contextmanager

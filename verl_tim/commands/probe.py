@@ -52,7 +52,9 @@ def command(
             help="With --dump: only this many responses, with the rollout's hidden states (vllm: by hooks, eager).",
         ),
     ] = 0,
-    out: Annotated[Path, typer.Option(help="Folder for probe.html and probe.json.")] = Path("."),
+    out: Annotated[Path, typer.Option(help="Folder for probe.html and probe.json; those there are replaced.")] = Path(
+        "."
+    ),
     as_json: Annotated[bool, typer.Option("--json", help="Print the JSON instead of the tables.")] = False,
 ) -> None:
     """Probe."""
@@ -110,6 +112,7 @@ def run(settings: ProbeSettings, *, dump: Path | None = None, hidden: int = 0) -
     """
     from transformers import AutoTokenizer
 
+    from verl_tim.commands.progress import Work
     from verl_tim.engine.errors import EngineConfigError, RequestError
     from verl_tim.launch.errors import LaunchError
     from verl_tim.models import ModelError
@@ -135,18 +138,28 @@ def run(settings: ProbeSettings, *, dump: Path | None = None, hidden: int = 0) -
             # drawn before the trainer is made: on one GPU the two need the memory one after the other
             asked = [prompt for prompt in prompts for _ in range(settings.responses)]
             side = _Rollout(settings, max(len(prompt) for prompt in prompts), taps=hidden > 0)
-            batches = list(side.batches(asked))
+            batches = []
+            with Work("drawing", -(-len(asked) // settings.batch_size)) as work:
+                for batch in side.batches(asked):
+                    batches.append(batch)
+                    work.advance()
             if dump is not None:
                 write_dump(dump, side.dumped([answer for batch in batches for answer in batch], hidden))
             del side
             gc.collect()
             trainer = InProcessTrainer(settings.model, dtype=settings.dtype, numerics=settings.trainer)
-            return probe(
-                batches,
-                lambda answer: trainer_scores(trainer, answer),
-                lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False)),
-                _facts(settings),
-            )
+            with Work("scoring again", len(asked)) as work:
+
+                def score(answer: Answer) -> Any:
+                    work.advance()
+                    return trainer_scores(trainer, answer)
+
+                return probe(
+                    batches,
+                    score,
+                    lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False)),
+                    _facts(settings),
+                )
     except PromptError as error:
         raise LaunchError.of("--data", str(error), "verl-tim data makes such files") from error
     except (RequestError, EngineConfigError) as error:

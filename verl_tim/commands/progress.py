@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import TracebackType
 
 from rich.console import Console
@@ -10,6 +11,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from verl_tim.commands.headline import REWARD, STEP_TIME, mismatch_of, number, validation_of
 from verl_tim.commands.output import stderr
 from verl_tim.launch.process import Step
+
+# Between two lines of small things where there is no terminal.
+_EVERY_SECONDS = 30.0
 
 
 class RunProgress:
@@ -66,8 +70,60 @@ class RunProgress:
             self._console.print(f"{self._label}: step {step.number}/{self._total or '?'}  {state}", soft_wrap=True)
 
 
-def counting_bar() -> Progress:
-    """A bar of things done out of a total, on stderr while it is entered; nothing where stderr is no terminal."""
-    console = stderr()
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+class Work:
+    """How far a command is, on stderr: a bar on a terminal; in a log file or a pipe lines, so that none is silent.
+
+    Args:
+        label: what is done.
+        total: things to do; None where it is not known yet (`of`).
+    """
+
+    def __init__(self, label: str, total: int | None = None) -> None:
+        self._console = stderr()
+        self._label, self._total, self._done = label, total, 0
+        self._said = time.monotonic()
+        self._bar = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=self._console,
+            transient=True,
+            disable=not self._console.is_terminal,
+        )
+        self._task = self._bar.add_task(label, total=total)
+
+    def __enter__(self) -> Work:
+        self._bar.start()
+        self._say(self._label)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.stop()
+
+    def of(self, total: int) -> None:
+        """So many things there are to do."""
+        self._total = total
+        self._bar.update(self._task, total=total)
+
+    def doing(self, what: str) -> None:
+        """What is under way; for the bar."""
+        self._bar.update(self._task, description=f"{self._label}: {what}")
+
+    def advance(self) -> None:
+        """One thing more is done. Of many small ones a line now and then is enough."""
+        self._done += 1
+        self._bar.advance(self._task)
+        if time.monotonic() - self._said >= _EVERY_SECONDS:
+            self._say(f"{self._label}: {self._done} of {self._total or '?'}")
+
+    def ended(self, what: str) -> None:
+        """Something that is worth a line has ended, and how."""
+        self._say(f"{self._label}: {what}")
+
+    def _say(self, text: str) -> None:
+        if not self._console.is_terminal:
+            self._console.print(text, markup=False, soft_wrap=True)
+            self._said = time.monotonic()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from verl_tim.commands.output import bad_input, print_json, stderr, stdout, table
+from verl_tim.commands.output import Failure, bad_input, print_json, stderr, stdout, table
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -104,7 +104,7 @@ def run_or_reuse(config: DictConfig, *, label: str) -> None:
     import shutil
 
     from verl_tim.commands import train
-    from verl_tim.launch.errors import LaunchError
+    from verl_tim.launch.errors import Finding, LaunchError
     from verl_tim.launch.run_folder import KEY, State, state_of
 
     state, differing = state_of(config)
@@ -124,7 +124,8 @@ def run_or_reuse(config: DictConfig, *, label: str) -> None:
     outcome = train.run(config, label=label)
     if outcome.exit_code != 0:
         train.explain_failure(outcome)
-        raise typer.Exit(outcome.exit_code)
+        problem = "\n".join([f"{label}: verl ended with exit code {outcome.exit_code}", *outcome.cause])
+        raise Failure([Finding(KEY, problem, f"read {outcome.log}")], outcome.exit_code)
 
 
 def verify(run_dir: Path, result: Path) -> dict[str, Any]:

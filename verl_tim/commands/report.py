@@ -22,7 +22,9 @@ def command(
     step: Annotated[
         list[int] | None, typer.Option(help="Dumped step to read; may be repeated. Default: ten, evenly over the run.")
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder for report.html and report.json.")] = Path("."),
+    out: Annotated[Path, typer.Option(help="Folder for report.html and report.json; those there are replaced.")] = Path(
+        "."
+    ),
     as_json: Annotated[bool, typer.Option("--json", help="Print the JSON instead of the table.")] = False,
 ) -> None:
     """Report."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -59,7 +59,8 @@ def command(
         limits = None if at_once is None and minutes is None else (at_once or 1, minutes)
         raise typer.Exit(_several(overrides or [], limits, dry_run=dry_run, as_json=as_json))
     if at_once is not None or minutes is not None:
-        raise typer.BadParameter("--at-once and --minutes are for several runs: +matrix=NAME, or -m with swept values")
+        with bad_input():
+            raise _one_run()
     with bad_input():
         stderr().print("[dim]composing and checking[/]")
         config = ready(overrides or [])
@@ -67,12 +68,21 @@ def command(
     if dry_run:
         from omegaconf import OmegaConf
 
-        typer.echo(OmegaConf.to_yaml(config))
+        print_json(OmegaConf.to_container(config)) if as_json else typer.echo(OmegaConf.to_yaml(config))
         return
     with bad_input():
         outcome = run(config, label=str(config.trainer.experiment_name))
-    show(config, outcome, as_json=as_json)
+    print_json(summary(config, outcome)) if as_json else show(config, outcome)
+    if outcome.exit_code != 0:
+        explain_failure(outcome)
     raise typer.Exit(outcome.exit_code)
+
+
+def _one_run() -> Exception:
+    from verl_tim.launch.errors import LaunchError
+
+    remedy = "ask for several runs: +matrix=NAME, or -m with swept values"
+    return LaunchError.of("--at-once, --minutes", "are for several runs, and this is one", remedy)
 
 
 def _several(overrides: list[str], limits: tuple[int, float | None] | None, *, dry_run: bool, as_json: bool) -> int:
@@ -98,13 +108,23 @@ def _several(overrides: list[str], limits: tuple[int, float | None] | None, *, d
     if limits is not None:
         return _side_by_side(matrix, configs, limits, began, as_json=as_json)
 
+    summaries: list[dict[str, Any]] = []
+
     def one(config: DictConfig, name: str) -> int:
         outcome = run(again(config), label=name)
-        show(config, outcome, as_json=as_json)
+        if as_json:
+            summaries.append({"run": name, **summary(config, outcome)})
+        else:
+            show(config, outcome)
+        if outcome.exit_code != 0:
+            explain_failure(outcome)
         return outcome.exit_code
 
     with bad_input():
-        return run_all(matrix, configs, one, lambda line: stderr().print(line, markup=False, soft_wrap=True))
+        code = run_all(matrix, configs, one, lambda line: stderr().print(line, markup=False, soft_wrap=True))
+    if as_json:
+        print_json({"exit_code": code, "folder": str(matrix.folder), "runs": summaries})
+    return code
 
 
 def _side_by_side(
@@ -164,44 +184,43 @@ def _run_once(config: DictConfig, *, label: str) -> Outcome:
         return run_verl(folder, on_step=progress.on_step)
 
 
-def show(config: DictConfig, outcome: Outcome, *, as_json: bool) -> None:
-    """The summary on stdout, and, for a run that failed, its cause on stderr."""
+def summary(config: DictConfig, outcome: Outcome) -> dict[str, Any]:
+    """What --json says of a run, also of one that failed."""
+    from verl_tim.commands.headline import headline
+
+    return {
+        "exit_code": outcome.exit_code,
+        "run_dir": config.tim.run_dir,
+        "choices": dict(config.tim.choices),
+        "seconds": round(outcome.seconds, 1),
+        "attempts": outcome.attempts,
+        "log": str(outcome.log),
+        "cause": list(outcome.cause),
+        **headline(outcome.steps),
+    }
+
+
+def show(config: DictConfig, outcome: Outcome) -> None:
+    """The table of a run that ended well, on stdout."""
     from verl_tim.commands.headline import headline, number
 
-    values = headline(outcome.steps)
-    if as_json:
-        print_json(
-            {
-                "exit_code": outcome.exit_code,
-                "run_dir": config.tim.run_dir,
-                "choices": dict(config.tim.choices),
-                "seconds": round(outcome.seconds, 1),
-                "attempts": outcome.attempts,
-                "log": str(outcome.log),
-                "cause": list(outcome.cause),
-                **values,
-            }
-        )
-    elif outcome.exit_code == 0:
-        choices = config.tim.choices
-        rows = [
-            ("rollout / trainer / correction", f"{choices.rollout} / {choices.trainer} / {choices.correction}"),
-            *([("routing replay", choices.routing_replay)] if choices.get("routing_replay", "off") != "off" else []),
-            ("steps", values["steps"]),
-            ("reward, first and last 5 steps", f"{number(values['reward_first'])} -> {number(values['reward_last'])}"),
-            (
-                "validation, first and last",
-                f"{number(values['validation_first'])} -> {number(values['validation_last'])}",
-            ),
-            ("largest mismatch, nats", number(values["mismatch_max"])),
-            ("seconds per step, median", number(values["seconds_per_step"])),
-            ("seconds in all", f"{outcome.seconds:.0f}"),
-            *([("attempts", str(outcome.attempts))] if outcome.attempts > 1 else []),
-            ("run folder", config.tim.run_dir),
-        ]
-        table(str(config.trainer.experiment_name), ("", ""), rows)
     if outcome.exit_code != 0:
-        explain_failure(outcome)
+        return
+    values = headline(outcome.steps)
+    choices = config.tim.choices
+    rows = [
+        ("rollout / trainer / correction", f"{choices.rollout} / {choices.trainer} / {choices.correction}"),
+        *([("routing replay", choices.routing_replay)] if choices.get("routing_replay", "off") != "off" else []),
+        ("steps", values["steps"]),
+        ("reward, first and last 5 steps", f"{number(values['reward_first'])} -> {number(values['reward_last'])}"),
+        ("validation, first and last", f"{number(values['validation_first'])} -> {number(values['validation_last'])}"),
+        ("largest mismatch, nats", number(values["mismatch_max"])),
+        ("seconds per step, median", number(values["seconds_per_step"])),
+        ("seconds in all", f"{outcome.seconds:.0f}"),
+        *([("attempts", str(outcome.attempts))] if outcome.attempts > 1 else []),
+        ("run folder", config.tim.run_dir),
+    ]
+    table(str(config.trainer.experiment_name), ("", ""), rows)
 
 
 def explain_failure(outcome: Outcome) -> None:

@@ -5,18 +5,19 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from verl_tim.commands.output import bad_input, print_json, stderr, stdout
+from verl_tim.commands.output import bad_input, print_json, stdout
 from verl_tim.commands.quiet import quiet_libraries
 
 if TYPE_CHECKING:
-    from verl_tim.diagnosis.gate import LadderResult
+    from verl_tim.commands.progress import Work
+    from verl_tim.diagnosis.gate import LadderResult, Rung, ScenarioResult
 
 Fault = Callable[[], contextlib.AbstractContextManager[None]]
 
@@ -94,7 +95,9 @@ def command(
             ".safetensors or .parquet, in place of a rollout; sizes are reported, not judged."
         ),
     ] = None,
-    out: Annotated[Path, typer.Option(help="With --layers: folder for layers.html and layers.json.")] = Path("."),
+    out: Annotated[
+        Path, typer.Option(help="With --layers: folder for layers.html and layers.json; those there are replaced.")
+    ] = Path("."),
     tensor_parallel: Annotated[
         int, typer.Option(min=1, help="Ranks that share each weight's outputs in the rollout; bits must not change.")
     ] = 1,
@@ -182,11 +185,22 @@ def _exclusive() -> Exception:
 
 
 def _verify_ops(subjects: list[str], attention: str, as_json: bool) -> None:
+    from verl_tim.commands.progress import Work
     from verl_tim.commands.verify_ops import print_report
-    from verl_tim.verification.ops import probe_models
+    from verl_tim.launch.errors import LaunchError
+    from verl_tim.verification.ops import OpsError, probe_models
 
-    with bad_input():
-        reports = probe_models(subjects, attention)
+    with bad_input(), Work("every kernel schedule against the reference") as work:
+        try:
+            reports = probe_models(
+                subjects,
+                attention,
+                lambda report: work.ended(f"{report['subject']}: {'holds' if report['problem'] is None else 'FAILS'}"),
+            )
+        except OpsError as error:
+            raise LaunchError.of(
+                "MODEL", str(error), "give the folder of a Hugging Face model that the contract covers"
+            ) from error
     passed = all(report["problem"] is None for report in reports)
     if as_json:
         print_json({"passed": passed, "models": reports})
@@ -297,26 +311,16 @@ def climb_target(
     target: Target, dtype: str, *, requests: int, tokens: int, seed: int, split: tuple[int, int] = (1, 1)
 ) -> tuple[LadderResult, dict[str, Any]]:
     """All scenarios for one model and dtype; the ladder's result, and what was measured beside it."""
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    from verl_tim.diagnosis.gate import climb
+    from verl_tim.commands.progress import Work
     from verl_tim.engine import EngineConfigError
     from verl_tim.launch.errors import LaunchError
     from verl_tim.training.in_process import single_rank_group
     from verl_tim.verification.scenarios import ladder
     from verl_tim.verification.subject import Subject
 
-    console = stderr()
     began = time.perf_counter()
-    progress = Progress(
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        TimeElapsedColumn(),
-        console=console,
-        disable=not console.is_terminal,
-    )
-    with progress, quiet_libraries(), single_rank_group():
-        task = progress.add_task(f"{target.label}, {dtype}: loading")
+    with Work(f"{target.label}, {dtype}") as work, quiet_libraries(), single_rank_group():
+        work.doing("loading")
         try:
             subject = Subject(
                 target.model_path,
@@ -334,15 +338,24 @@ def climb_target(
             raise LaunchError.of(key, f"{target.label}: {error}", "choose other degrees, or another model") from error
         with contextlib.closing(subject):
             spread = subject.spread()  # of the model as it is given: the last rung trains it
-            result = climb(
-                ladder(subject),
-                on_result=lambda rung, done: progress.update(
-                    task, description=f"{target.label}, {dtype}: {rung}, {done.name}"
-                ),
-            )
+            result = climb_showing(ladder(subject), work)
             facts = {"model_path": target.model_path, **spread}
     facts |= {"tensor_parallel": split[0], "pipeline_parallel": split[1]}
     return result, {**facts, "seconds": round(time.perf_counter() - began, 1)}
+
+
+def climb_showing(rungs: Sequence[Rung], work: Work) -> LadderResult:
+    """Climb, and show each scenario as it ends."""
+    from verl_tim.diagnosis.gate import climb
+
+    def shown(rung: str, result: ScenarioResult) -> None:
+        answer = "passed" if result.passed else "FAILED"
+        work.doing(f"{rung}, {result.name}")
+        work.ended(f"{rung}, {result.name}: {answer}, {result.seconds:.1f} s")
+        work.advance()
+
+    work.of(sum(len(rung.scenarios) for rung in rungs))
+    return climb(rungs, on_result=shown)
 
 
 def prompts_of(target: Target) -> list[Any] | None:

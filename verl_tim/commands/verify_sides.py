@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from verl_tim.commands.output import print_json, stderr, stdout, writing
 from verl_tim.commands.quiet import quiet_libraries
-from verl_tim.commands.verify import Target, planted, prompts_of, resolve
+from verl_tim.commands.verify import Target, climb_showing, planted, prompts_of, resolve
 
 if TYPE_CHECKING:
+    from verl_tim.commands.progress import Work
     from verl_tim.diagnosis.gate import LadderResult, Rung
     from verl_tim.verification.engine_dump import DumpedSequence
     from verl_tim.verification.layers import LayerReport
@@ -43,7 +44,7 @@ class Options:
 
 def climb_ladder(options: Options, as_json: bool) -> int:
     """Climb and print, once per subject and dtype; the exit code."""
-    from verl_tim.diagnosis.gate import climb
+    from verl_tim.commands.progress import Work
     from verl_tim.launch.errors import LaunchError
     from verl_tim.training.in_process import single_rank_group
     from verl_tim.verification.faults import RUNG_FAULTS
@@ -57,10 +58,11 @@ def climb_ladder(options: Options, as_json: bool) -> int:
             targets, others = _ladder_targets(options, Path(work))
         for target in targets:
             for dtype in target.dtypes:
-                stderr().print(f"{target.label}, {dtype}: climbing")
-                with planted(options.plant, RUNG_FAULTS), quiet_libraries(), single_rank_group():
+                work_on = Work(f"{target.label}, {dtype}")
+                with work_on, planted(options.plant, RUNG_FAULTS), quiet_libraries(), single_rank_group():
+                    work_on.doing("loading")
                     rungs, other = _rungs(target, others, dtype, options)
-                    result = climb(rungs)
+                    result = climb_showing(rungs, work_on)
                 code = max(code, result.exit_code)
                 rollout = target.rollout if options.dump is None else f"file {options.dump}"
                 reports.append({"subject": target.label, "dtype": dtype, "rollout": rollout, "other": other})
@@ -139,6 +141,7 @@ def _dumped(path: Path, vocab_size: int) -> list[DumpedSequence]:
 
 def compare_layers(options: Options, out: Path, as_json: bool) -> int:
     """Lay both sides side by side, print and write; 1 if a pair that must agree does not."""
+    from verl_tim.commands.progress import Work
     from verl_tim.launch.errors import LaunchError
     from verl_tim.training.in_process import single_rank_group
     from verl_tim.verification.layers import LayersError
@@ -163,9 +166,9 @@ def compare_layers(options: Options, out: Path, as_json: bool) -> int:
         for target in targets:
             for dtype in target.dtypes:
                 try:
-                    with quiet_libraries(), single_rank_group():
+                    with Work(f"{target.label}, {dtype}: op by op") as beside, quiet_libraries(), single_rank_group():
                         subject = _subject(target, dtype, options)
-                        report = _layer_report(subject, options)
+                        report = _layer_report(subject, options, beside)
                 except LayersError as error:
                     raise LaunchError.of(
                         "--layers", str(error), "give both sides the same tokens of the same model"
@@ -186,7 +189,7 @@ def compare_layers(options: Options, out: Path, as_json: bool) -> int:
     return int(failed)
 
 
-def _layer_report(subject: Subject, options: Options) -> LayerReport:
+def _layer_report(subject: Subject, options: Options, work: Work) -> LayerReport:
     from verl_tim.verification.forward import tokens_of, trainer_forward
     from verl_tim.verification.layers import LayerReport
 
@@ -195,6 +198,7 @@ def _layer_report(subject: Subject, options: Options) -> LayerReport:
     for sequence, temperature, taps in _rollout_sides(subject, options):
         trainer = trainer_forward(subject.trainer, sequence, temperature)
         report.add(taps, trainer.taps, tokens=tokens_of(sequence))
+        work.advance()
     return report
 
 

@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -88,18 +88,47 @@ class Level:
 
 
 @dataclass(frozen=True)
+class LeftOut:
+    """Steps of one run that have no value of a metric that others have, or a line that was cut off.
+
+    Attributes:
+        run: the run's name.
+        metric: of the values, or None for the last line of the metrics, which was cut off in the middle.
+        nonfinite: steps whose value is NaN or infinite.
+        missing: steps that logged none.
+    """
+
+    run: str
+    metric: str | None
+    nonfinite: list[int] = field(default_factory=list)
+    missing: list[int] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        if self.metric is None:
+            return f"{self.run}: the last line of its metrics is cut off"
+        parts = [f"{what} at {_some_steps(steps)}" for what, steps in self._kinds() if steps]
+        return f"{self.run}: {self.metric} {', '.join(parts)}"
+
+    def _kinds(self) -> tuple[tuple[str, list[int]], ...]:
+        return ("not finite", self.nonfinite), ("not logged", self.missing)
+
+
+@dataclass(frozen=True)
 class Baseline:
     """The usual mismatch of one set-up.
 
     Attributes:
         metrics: by name. The reference of `tim/delta_abs_max` is the largest value seen, of the others their mean.
-        steps, runs: what it was made from.
+        steps, runs: what it was made from. A step counts that has a finite `REQUIRED`.
+        left_out: what else these runs logged, or should have, and is in no level; each is worth a look, for a baseline
+            of the steps before a run broke tells of those alone.
     """
 
     setup: Setup
     metrics: dict[str, Level]
     steps: int
     runs: list[str]
+    left_out: list[LeftOut] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         return {"format": FORMAT, **asdict(self)}
@@ -126,7 +155,8 @@ class Baseline:
             raise BaselineError(f"{path} is no baseline of format {FORMAT}: make it again with verl-tim baseline")
         try:
             metrics = {str(name): Level(**level) for name, level in content["metrics"].items()}
-            baseline = cls(Setup(**content["setup"]), metrics, int(content["steps"]), list(content["runs"]))
+            left_out = [LeftOut(**one) for one in content.get("left_out", [])]
+            baseline = cls(Setup(**content["setup"]), metrics, int(content["steps"]), list(content["runs"]), left_out)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise BaselineError(
                 f"{path} is no whole baseline ({error}): make it again with verl-tim baseline"
@@ -154,6 +184,7 @@ def baseline_of(runs: Sequence[str | Path], *, skip: int = 0) -> Baseline:
     if not runs:
         raise BaselineError("no runs: a baseline is made from at least one")
     setup: Setup | None = None
+    left_out: list[LeftOut] = []
     series: dict[str, list[float]] = {}
     for path in runs:
         folder = RunFolder(path)
@@ -165,12 +196,21 @@ def baseline_of(runs: Sequence[str | Path], *, skip: int = 0) -> Baseline:
             raise BaselineError(f"{folder.path} is another set-up than {runs[0]}: {'; '.join(differing)}")
         setup = own
         log = folder.metrics()
-        measured = log.series(REQUIRED)[0][skip:]
-        if not measured:
-            raise BaselineError(f"{folder.path} logged no {REQUIRED}" + (f" after {skip} steps" if skip else ""))
+        nonfinite = log.nonfinite()
+        # of what was measured, finite or not: `skip` counts steps, whatever their values
+        measured = sorted({*log.series(REQUIRED)[0], *nonfinite.get(REQUIRED, [])})[skip:]
+        if not set(measured) - set(nonfinite.get(REQUIRED, [])):
+            what = f"{REQUIRED}, none of it finite" if measured else f"no {REQUIRED}"
+            raise BaselineError(f"{folder.path} logged {what}" + (f" after {skip} steps" if skip else ""))
         for name in METRICS:
             steps, values = log.series(name)
             series.setdefault(name, []).extend(v for s, v in zip(steps, values, strict=True) if s >= measured[0])
+            spoiled = [step for step in nonfinite.get(name, []) if step >= measured[0]]
+            missing = sorted({*measured} - {*steps, *spoiled}) if steps or spoiled else []
+            if spoiled or missing:
+                left_out.append(LeftOut(folder.name, name, spoiled, missing))
+        if log.torn:
+            left_out.append(LeftOut(folder.name, None))
     assert setup is not None
     metrics = {name: _level(name, values) for name, values in series.items() if values}
     if not any(level.reference for level in metrics.values()):
@@ -178,7 +218,12 @@ def baseline_of(runs: Sequence[str | Path], *, skip: int = 0) -> Baseline:
             f"{', '.join(map(str, runs))}: rollout and trainer agreed in every token; a factor of 0 says nothing, "
             "and the gate of such runs is bits (tim.gate.exact)"
         )
-    return Baseline(setup, metrics, len(series[REQUIRED]), [RunFolder(path).name for path in runs])
+    return Baseline(setup, metrics, len(series[REQUIRED]), [RunFolder(path).name for path in runs], left_out)
+
+
+def _some_steps(steps: list[int]) -> str:
+    shown = ", ".join(map(str, steps[:5]))
+    return f"{len(steps)} step{'s' * (len(steps) > 1)} ({shown}{', ...' * (len(steps) > 5)})"
 
 
 def _level(name: str, values: list[float]) -> Level:

@@ -13,6 +13,7 @@ import pandas as pd
 
 from verl_tim.diagnosis.compare import Comparison, Options, compare
 from verl_tim.diagnosis.dumped import Dumped
+from verl_tim.diagnosis.metric_log import RunFolderError
 from verl_tim.diagnosis.metrics import mismatch_metrics
 from verl_tim.diagnosis.token_dump import dumped_steps
 
@@ -88,6 +89,9 @@ class Report:
         comparison = compare([run_dir], options=Options())
         path = comparison.runs[0].path
         found = dumped_steps(path) if path.is_dir() else []
+        nothing = comparison.runs[0].nothing_logged()
+        if nothing is not None and not found:
+            raise RunFolderError(f"{nothing}, and there are no token dumps")
         flips = _logged_flips(comparison)
         if not found and steps is None:
             return cls(comparison, None, NO_DUMPS, pd.DataFrame(), {}, [], flips, "metrics", [])

@@ -10,7 +10,7 @@ from typing import Any
 from verl_tim.diagnosis.config_diff import correction_name
 from verl_tim.diagnosis.manifest import Manifest
 from verl_tim.diagnosis.metric_log import MetricLog, read_metrics_file
-from verl_tim.diagnosis.run_folder import RunFolder, Sample, holds_run
+from verl_tim.diagnosis.run_folder import METRICS_NAME, RunFolder, Sample, holds_run
 from verl_tim.diagnosis.speed import step_seconds
 from verl_tim.diagnosis.trackers import read_wandb_run
 
@@ -76,6 +76,14 @@ class Run:
     def steps(self) -> int:
         """The last training step logged (0 when only a validation before training was)."""
         return max((record.step for record in self.log.records), default=0)
+
+    def nothing_logged(self) -> str | None:
+        """Where metrics should stand and why none do; None where there is a value, finite or not."""
+        if any(record.data or record.nonfinite for record in self.log.records):
+            return None
+        file = self.path / METRICS_NAME
+        cut = ": its only line is cut off" if self.log.torn and not self.log.records else ""
+        return f"{file if file.is_file() else self.path} holds no metric of any step{cut}"
 
     def seconds(self) -> dict[int, float]:
         """Training time at the end of each step: the sum of step times so far. Empty where none were logged.

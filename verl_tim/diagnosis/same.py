@@ -24,7 +24,7 @@ from verl_tim.diagnosis import token_dump
 from verl_tim.diagnosis.config_diff import diff_configs
 from verl_tim.diagnosis.manifest import Difference, Manifest, diff, differing_keys, flatten
 from verl_tim.diagnosis.metric_log import MetricLog, RunFolderError
-from verl_tim.diagnosis.run_folder import RunFolder, Sample
+from verl_tim.diagnosis.run_folder import METRICS_NAME, RunFolder, Sample, read_jsonl_metrics
 
 CLOCK_METRICS = re.compile(
     r"timing_s/.* | timing_per_token_ms/.* | (.*/)?perf/(?!total_num_tokens$).* | .*_seconds", re.VERBOSE
@@ -116,13 +116,13 @@ def same_runs(first: str | Path, second: str | Path) -> Sameness:
     """Compare two run folders bit for bit.
 
     Raises:
-        RunFolderError: one folder twice, one that holds no run or no metrics, or a file in it is corrupt.
+        RunFolderError: one folder twice, one that holds no run or no metrics of its own, or a file in it is corrupt.
         TokenDumpError, ManifestError: a damaged token dump or manifest.
     """
     runs = (RunFolder(first), RunFolder(second))
     if runs[0].path.resolve() == runs[1].path.resolve():
         raise RunFolderError(f"run folder given twice: {runs[0].path}; it equals itself, which says nothing")
-    logs = (runs[0].metrics(), runs[1].metrics())
+    logs = (_log(runs[0]), _log(runs[1]))
     for run, log in zip(runs, logs, strict=True):
         if not log.steps:
             raise RunFolderError(f"{run.path}: the run logged no step, so there is nothing to compare")
@@ -134,6 +134,17 @@ def same_runs(first: str | Path, second: str | Path) -> Sameness:
         config=tuple(_config(*runs)),
         facts=tuple(_facts(*runs)),
     )
+
+
+def _log(run: RunFolder) -> MetricLog:
+    """The run's own metrics. What a tracker keeps is not them bit by bit (TensorBoard rounds to float32)."""
+    log = read_jsonl_metrics(run.path)
+    if log is None:
+        raise RunFolderError(
+            f"{run.path} has no {METRICS_NAME}, and a tracker's folder keeps neither samples nor every bit of a "
+            "metric: give the folder that tim.run_dir named, of a run whose trainer.logger lists 'file'"
+        )
+    return log
 
 
 def left_out(metric: str) -> bool:

@@ -1,8 +1,8 @@
 """Token dumps: whole sequences of a training step as a parquet file, `<run_dir>/tokens/step_000123.parquet`.
 
 One row per response token that the model produced (mask 1). Written by the step observer within
-`tim.dump.tokens_per_step`, read by report, compare and calibrate. The columns are `SCHEMA`; what they mean is in
-docs/running.md.
+`tim.dump.tokens_per_step`, read by report, calibrate, same and evidence; compare reads metrics and samples alone. The
+columns are `SCHEMA`; what they mean is in docs/running.md.
 """
 
 from __future__ import annotations

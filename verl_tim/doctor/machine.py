@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
+
+from verl_tim.preflight.facts import free_disk
 
 
 class Gpu(NamedTuple):
@@ -60,9 +61,6 @@ class Machine:
         modules = frozenset(name for name in ("flash_attn", "vllm") if find_spec(name) is not None)
         return cls(tuple(gpus), dict(os.environ), versions, modules)
 
-    def free_disk(self, folder: Path) -> int:
-        """Bytes that are free where `folder` is, or would be made."""
-        if self.disk is not None:
-            return self.disk
-        there = next(place for place in (folder, *folder.parents) if place.exists())
-        return shutil.disk_usage(there).free
+    def free_disk(self, folder: Path) -> int | str:
+        """Bytes that are free where `folder` is, or would be made; text where that cannot be."""
+        return free_disk(folder) if self.disk is None else self.disk

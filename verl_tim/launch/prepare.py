@@ -49,11 +49,17 @@ def complete(config: DictConfig, environ: Mapping[str, str] | None = None) -> No
 
 def _name_by_folder(config: DictConfig) -> None:
     """A run whose name nobody chose has its folder's, so that `compare` and the trackers call it alike."""
-    text = resources.files(CONFIGS_PACKAGE).joinpath("tim.yaml").read_text(encoding="utf-8")
-    default, given = OmegaConf.create(text).trainer._get_node("experiment_name"), config.trainer
-    node = given._get_node("experiment_name")
-    if node is not None and node._value() == default._value():
-        given.experiment_name = Path(config.tim.run_dir).name
+    node = config.trainer._get_node("experiment_name")
+    if node is not None and node._value() in _default_names():
+        config.trainer.experiment_name = Path(config.tim.run_dir).name
+
+
+def _default_names() -> set[str]:
+    """What tim.yaml, and an option of routing_replay in its place, call a run; not resolved."""
+    folder = resources.files(CONFIGS_PACKAGE)
+    files = [folder.joinpath("tim.yaml"), *folder.joinpath("routing_replay").iterdir()]
+    found = [OmegaConf.create(file.read_text(encoding="utf-8")) for file in files if file.name.endswith(".yaml")]
+    return {one.trainer._get_node("experiment_name")._value() for one in found if "trainer" in one}
 
 
 def _name_trackers(config: DictConfig) -> None:

@@ -160,7 +160,7 @@ def rollout_options(
     if in_flight not in get_args(InFlight):
         raise ConfigError(f"{where}.in_flight={in_flight!r}: choose {', '.join(get_args(InFlight))}")
 
-    return_routes = bool(rollout.get("enable_rollout_routing_replay") or False)
+    return_routes = _flag(rollout, "enable_rollout_routing_replay", False)
     stages = int(rollout.get("pipeline_model_parallel_size") or 1)
     if return_routes and device.startswith("cuda") and stages > 1:
         raise ConfigError(
@@ -215,12 +215,22 @@ def rollout_options(
         prompt_length=prompt_length,
         response_length=response_length,
         max_model_len=int(max_model_len),
-        ignore_eos=bool(rollout.get("ignore_eos", False)),
-        free_cache_engine=bool(rollout.get("free_cache_engine", True)),
+        ignore_eos=_flag(rollout, "ignore_eos", False),
+        free_cache_engine=_flag(rollout, "free_cache_engine", True),
         num_threads=num_threads,
         in_flight=in_flight,
         return_routes=return_routes,
     )
+
+
+def _flag(rollout: Any, key: str, default: bool) -> bool:
+    """A key of verl's that is true or false; the text "false" would count as true."""
+    value = rollout.get(key, default)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise ConfigError(f"{_PREFIX}.{key}={value!r} is neither true nor false: give one of them, without quotes")
+    return value
 
 
 def _gpu_options(rollout: Any, device: str) -> dict[str, Any]:
@@ -229,7 +239,7 @@ def _gpu_options(rollout: Any, device: str) -> dict[str, Any]:
         return {}
     return {
         "gpu_memory_utilization": float(rollout.get("gpu_memory_utilization")),
-        "enforce_eager": bool(rollout.get("enforce_eager", False)),
+        "enforce_eager": _flag(rollout, "enforce_eager", False),
     }
 
 

@@ -104,8 +104,13 @@ class TimTrainer(_Base):
             self.replay_buffer.poll_interval = self.tim.poll_interval
 
     def _sample_in_order(self) -> None:
-        """verl takes rows from the replay buffer in the order in which they were finished, in validation too, where
-        means are taken and generations shown in that order."""
+        """verl 0.9.1, trainer/ppo/v1/replay_buffer.py:422, 593: `sample` gives rows in the order in which they ended.
+
+        In a deterministic run they come in the order of their names, which is that of the data (`PromptUids`), in
+        validation too, where means are taken and generations shown in the buffer's order. The buffer may be a class of
+        the user's (`trainer.v1.sampler.custom_sampler`), so its method is wrapped, not replaced. Unnecessary once verl
+        sorts a sampled batch. No upstream issue is known.
+        """
         sample = self.replay_buffer.sample
 
         def in_order(*args: Any, **kwargs: Any) -> Any:
@@ -416,13 +421,12 @@ class _Part:
 
 
 def in_order_of_data(keys: Sequence[str], submitted: Mapping[str, int]) -> list[int]:
-    """Row numbers sorted by the prompt's place in the data, the session and the output ("{uid}_{session}_{index}")."""
-
+    """Row numbers sorted by the prompt's place in the data, the session and the output."""
     behind = max(submitted.values(), default=0) + 1
 
     def place(row: int) -> tuple[int, int, int]:
-        uid, session, index = keys[row].rsplit("_", 2)
-        return submitted.get(uid, behind), int(session), int(index)
+        uid, session, index = prompt_order(keys[row])
+        return submitted.get(uid, behind), session, index
 
     return sorted(range(len(keys)), key=place)
 

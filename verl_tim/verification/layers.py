@@ -41,6 +41,8 @@ OPS = (
 
 
 HEADINGS = ("layer", "op", "result", "differing", "max |d|", "mean |d|", "max rel", "mean rel", "max ulp")
+# What 80 columns have room for with a whole name and the largest numbers; the page has every column.
+_IN_TERMINAL = ("layer", "result", "differing", "max |d|", "mean rel", "max ulp")
 
 
 class LayersError(ValueError):
@@ -211,16 +213,20 @@ class LayerReport:
         }
 
     def table(self) -> Table:
-        """For the terminal."""
+        """For the terminal: `_IN_TERMINAL` of the page's columns."""
         title = f"{self.rollout} against {self.trainer}, {self.tokens:,} tokens"
-        # without vertical lines, so that 80 columns hold numbers and readable names
+        # without vertical lines, which would take a seventh of a narrow terminal
         table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-        for at, heading in enumerate(HEADINGS):
-            table.add_column(heading, no_wrap=at > 2, overflow="fold", justify="left" if at < 3 else "right")
+        table.caption, table.caption_justify = "mean |d| and max rel stand on the page", "left"
+        for heading in _IN_TERMINAL:
+            words = heading in ("layer", "result")
+            table.add_column(
+                heading, no_wrap=heading != "result", overflow="fold", justify="left" if words else "right"
+            )
         for op in self.ops:
             style = "" if not op.differing else "bold red" if op is self.first else "yellow"
-            cells = self.cells(op)
-            table.add_row(*(Text(cell, style=style) for cell in cells))
+            cells = dict(zip(HEADINGS, self.cells(op), strict=True))
+            table.add_row(*(Text(cells[heading], style=style) for heading in _IN_TERMINAL))
         return table
 
     def page(self) -> Page:

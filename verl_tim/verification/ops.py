@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,13 +13,25 @@ if TYPE_CHECKING:
 DEFAULT_SHAPES = ("qwen3-1.7b", "qwen3-30b-a3b")
 
 
-def probe_models(folders: list[str], attention: str) -> list[dict[str, Any]]:
+class OpsError(ValueError):
+    """A folder whose shapes cannot be probed: no model, or one that the contract does not cover."""
+
+
+def probe_models(
+    folders: list[str], attention: str, on_report: Callable[[dict[str, Any]], None] = lambda report: None
+) -> list[dict[str, Any]]:
     """Probe the shapes of each model folder, bfloat16, on the GPU where there is one.
 
     Without a folder: those of published models, on a CPU of small ones.
 
+    Args:
+        on_report: called with each report when its model is done (progress).
+
     Returns one report per model: what was compared how often, schedules that were dropped, seconds, and the problem
     where the contract does not hold.
+
+    Raises:
+        OpsError: names the folder.
     """
     import torch
 
@@ -46,11 +59,11 @@ def probe_models(folders: list[str], attention: str) -> list[dict[str, Any]]:
                 "seconds": round(found.seconds, 2),
             }
         reports.append(report)
+        on_report(report)
     return reports
 
 
 def _shapes(folders: list[str], *, on_gpu: bool) -> list[tuple[str, ProbeShapes]]:
-    from verl_tim.launch.errors import LaunchError
     from verl_tim.models import ModelError, config_from_hf, load_model_config
     from verl_tim.tasks.random_model import hf_config
     from verl_tim.verification.random_models import KINDS, make_random_model
@@ -64,9 +77,9 @@ def _shapes(folders: list[str], *, on_gpu: bool) -> list[tuple[str, ProbeShapes]
     found = []
     for folder in folders:
         if not (Path(folder) / "config.json").is_file():
-            raise LaunchError.of("MODEL", f"{folder} has no config.json", "give the folder of a Hugging Face model")
+            raise OpsError(f"{folder} has no config.json")
         try:
             found.append((folder, load_model_config(folder).probe_shapes))
         except ModelError as error:
-            raise LaunchError.of("MODEL", f"{folder}: {error}", "give a model that the contract covers") from error
+            raise OpsError(f"{folder}: {error}") from error
     return found

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from verl_tim.commands.bench.shown import chosen_device, duration, machine_of, mebibytes
 from verl_tim.commands.output import bad_input, print_json, table
 
 if TYPE_CHECKING:
@@ -18,7 +18,6 @@ HELP = (
     "Time and peak memory of the rollout correction, and of the policy loss with it (forward, backward, metrics), "
     "against verl's."
 )
-_MIB = 2**20
 
 
 def command(
@@ -35,24 +34,27 @@ def command(
 ) -> None:
     """Run the benchmark."""
     with bad_input():
-        where = _device(device)
+        where = chosen_device(device)
         names = _presets(preset)
     import torch
 
     from verl_tim.bench.correction import benchmark, calls, make_batch
-    from verl_tim.commands.progress import counting_bar
+    from verl_tim.commands.progress import Work
 
     if threads is not None:
         torch.set_num_threads(threads)
-    with counting_bar() as progress:
-        task = progress.add_task("making a batch", total=calls(names, repeats=repeats))
+    measured: list[Row] = []
+    with Work("bench correction", calls(names, repeats=repeats)) as work:
+        work.doing("making a batch")
         batch = make_batch(rows, tokens, where, seed=seed)
-        progress.update(task, description="measuring")
-        measured = list(benchmark(names, batch, repeats=repeats, done=lambda: progress.advance(task)))
+        work.doing("measuring")
+        for row in benchmark(names, batch, repeats=repeats, done=work.advance):
+            measured.append(row)
+            work.ended(f"{row.preset}, {row.part}: {duration(row.ours.seconds)}")
     valid = float(batch.response_mask.double().mean())
     if as_json:
         print_json(
-            {**_machine(where), "rows": rows, "tokens": tokens, "valid_share": valid, "repeats": repeats}
+            {**machine_of(where), "rows": rows, "tokens": tokens, "valid_share": valid, "repeats": repeats}
             | {"results": [_as_dict(row) for row in measured]}
         )
         return
@@ -60,18 +62,6 @@ def command(
     table(
         title, ("preset", "part", "ours", "verl", "ours / verl", "peak MiB, ours / verl"), [_cells(r) for r in measured]
     )
-
-
-def _device(name: str) -> Any:
-    import torch
-
-    from verl_tim.launch.errors import LaunchError
-
-    if name not in ("cpu", "cuda"):
-        raise LaunchError.of("--device", f"{name!r} is not known", "give cpu or cuda")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise LaunchError.of("--device", "PyTorch sees no CUDA device here", "give --device cpu")
-    return torch.device(name)
 
 
 def _presets(given: Sequence[str] | None) -> tuple[str, ...]:
@@ -89,21 +79,6 @@ def _presets(given: Sequence[str] | None) -> tuple[str, ...]:
     return names
 
 
-def _machine(device: Any) -> dict[str, Any]:
-    import os
-
-    import torch
-
-    return {
-        "date": time.strftime("%Y-%m-%d"),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        # above the number of threads: other work ran beside, and times are upper bounds
-        "load": round(os.getloadavg()[0], 2),
-    }
-
-
 def _as_dict(row: Row) -> dict[str, Any]:
     return {
         "preset": row.preset,
@@ -115,15 +90,7 @@ def _as_dict(row: Row) -> dict[str, Any]:
 
 def _cells(row: Row) -> tuple[str, ...]:
     if row.verl is None:
-        return row.preset, row.part, _time(row.ours.seconds), "has none", "", _mib(row.ours.peak_bytes)
+        return row.preset, row.part, duration(row.ours.seconds), "has none", "", mebibytes(row.ours.peak_bytes)
     ratio = row.ours.seconds / row.verl.seconds
-    peaks = f"{_mib(row.ours.peak_bytes)} / {_mib(row.verl.peak_bytes)}"
-    return row.preset, row.part, _time(row.ours.seconds), _time(row.verl.seconds), f"{ratio:.2f}", peaks
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
-
-
-def _mib(count: int | None) -> str:
-    return "unknown" if count is None else f"{count / _MIB:,.0f}"
+    peaks = f"{mebibytes(row.ours.peak_bytes)} / {mebibytes(row.verl.peak_bytes)}"
+    return row.preset, row.part, duration(row.ours.seconds), duration(row.verl.seconds), f"{ratio:.2f}", peaks

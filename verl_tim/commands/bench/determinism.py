@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from verl_tim.commands.bench.correction import _machine, _mib, _time
-from verl_tim.commands.output import bad_input, print_json, stderr, table
+from verl_tim.commands.bench.shown import duration, machine_of, mebibytes
+from verl_tim.commands.output import bad_input, print_json, table
 from verl_tim.commands.quiet import quiet_libraries
 
 NAME = "determinism"
@@ -44,18 +44,25 @@ def command(
     import torch
 
     from verl_tim.bench.determinism import OFF, benchmark
+    from verl_tim.commands.progress import Work
     from verl_tim.training.in_process import single_rank_group
 
     if threads is not None:
         torch.set_num_threads(threads)
-    with stderr().status("measuring"), quiet_libraries(), single_rank_group():
+    with Work("bench determinism") as work, quiet_libraries(), single_rank_group():
         measured = benchmark(
-            str(model), numerics=numerics, dtype=dtype, sequences=sequences, tokens=tokens, repeats=repeats
+            str(model),
+            numerics=numerics,
+            dtype=dtype,
+            sequences=sequences,
+            tokens=tokens,
+            repeats=repeats,
+            done=work.advance,
         )
     base = measured[OFF]
     if as_json:
         shape = {"numerics": numerics, "dtype": dtype, "sequences": sequences, "tokens": tokens, "repeats": repeats}
-        machine = _machine(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        machine = machine_of(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         results = {
             name: {**vars(m), "cpu_ratio": m.cpu_seconds / base.cpu_seconds, "ratio": m.seconds / base.seconds}
             for name, m in measured.items()
@@ -68,10 +75,10 @@ def command(
         [
             (
                 name,
-                _time(m.seconds),
-                _time(m.cpu_seconds),
+                duration(m.seconds),
+                duration(m.cpu_seconds),
                 f"{m.cpu_seconds / base.cpu_seconds:.2f}",
-                _mib(m.peak_bytes),
+                mebibytes(m.peak_bytes),
             )
             for name, m in measured.items()
         ],

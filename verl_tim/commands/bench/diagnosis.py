@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from verl_tim.commands.bench.correction import _machine, _mib, _time
-from verl_tim.commands.output import print_json, stderr, table
+from verl_tim.commands.bench.shown import duration, machine_of, mebibytes
+from verl_tim.commands.output import print_json, table
 
 NAME = "diagnosis"
 HELP = "Time and peak memory, on the trainer's side, of a step's `tim/*` metrics, recorded choices and token dump."
@@ -31,11 +31,12 @@ def command(
 
     from verl_tim.bench.correction import make_batch
     from verl_tim.bench.diagnosis import Routed, benchmark
+    from verl_tim.commands.progress import Work
 
     if threads is not None:
         torch.set_num_threads(threads)
     device = torch.device("cpu")
-    with stderr().status("measuring"):
+    with Work("bench diagnosis") as work:
         batch = make_batch(rows, tokens, device)
         routed = Routed(layers, experts, min(top_k, experts)) if layers else None
         measured = benchmark(
@@ -45,15 +46,16 @@ def command(
             dumped_tokens=dumped_tokens,
             mini_batches=mini_batches,
             repeats=repeats,
+            done=work.advance,
         )
     valid = int(batch.response_mask.sum())
     chosen = int(batch.response_mask[:sampled].sum())
     if as_json:
         shape = {"rows": rows, "tokens": tokens, "valid_tokens": valid, "recorded_tokens": chosen, "repeats": repeats}
-        print_json({**_machine(device), **shape, "results": {name: vars(one) for name, one in measured.items()}})
+        print_json({**machine_of(device), **shape, "results": {name: vars(one) for name, one in measured.items()}})
         return
     table(
         f"Diagnosis of {valid:,} tokens, ({rows}, {tokens:,}); {chosen:,} with choices recorded; median of {repeats}",
         ("part", "time", "CPU time", "peak MiB"),
-        [(name, _time(m.seconds), _time(m.cpu_seconds), _mib(m.peak_bytes)) for name, m in measured.items()],
+        [(name, duration(m.seconds), duration(m.cpu_seconds), mebibytes(m.peak_bytes)) for name, m in measured.items()],
     )

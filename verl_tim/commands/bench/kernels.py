@@ -40,20 +40,21 @@ def command(
     """Run the benchmarks; exit code 1 if one of them failed, after the others have run."""
     with bad_input():
         names = _parts(part)
-    from verl_tim.commands.progress import counting_bar
+    from verl_tim.commands.progress import Work
 
     rows: list[BenchRow] = []
     failed: dict[str, str] = {}
-    with counting_bar() as progress:
-        task = progress.add_task("measuring", total=len(names))
+    with Work("bench kernels", len(names)) as work:
         for name in names:
-            progress.update(task, description=name)
+            work.doing(name)
+            began = time.monotonic()
             try:
                 rows += importlib.import_module(f"verl_tim.bench.{PARTS[name]}").run(quick)
             except Exception as error:
                 # A part that cannot run here (memory, a missing peer) must not take the others' figures with it.
                 failed[name] = f"{type(error).__name__}: {error}"
-            progress.advance(task)
+            work.ended(f"{name}: {'failed' if name in failed else 'measured'}, {time.monotonic() - began:.1f} s")
+            work.advance()
     if as_json:
         print_json({**_machine(), "rows": [row.as_json() for row in rows], "failed": failed})
     else:

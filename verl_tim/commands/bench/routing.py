@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from verl_tim.commands.bench.correction import _device, _machine, _mib, _time
-from verl_tim.commands.output import bad_input, print_json, stderr, table
+from verl_tim.commands.bench.shown import chosen_device, duration, machine_of, mebibytes
+from verl_tim.commands.output import bad_input, print_json, table
 
 NAME = "routing"
 HELP = "Memory, transport and time of replayed routes: conversion, the record of r2, a router with given experts."
@@ -28,10 +28,11 @@ def command(
     import torch
 
     from verl_tim.bench.routing import Shape, benchmark
+    from verl_tim.commands.progress import Work
     from verl_tim.launch.errors import LaunchError
 
     with bad_input():
-        where = _device(device)
+        where = chosen_device(device)
         if top_k > experts:
             raise LaunchError.of("--top-k", f"{top_k} is more than --experts {experts}", "lower it")
         if tokens < 2 * sequences:
@@ -39,10 +40,10 @@ def command(
     if threads is not None:
         torch.set_num_threads(threads)
     shape = Shape(layers, experts, top_k, tokens, sequences)
-    with stderr().status("measuring"):
-        cost = benchmark(shape, where, repeats=repeats)
+    with Work("bench routing") as work:
+        cost = benchmark(shape, where, repeats=repeats, done=work.advance)
     if as_json:
-        facts = {**_machine(where), **vars(shape), "bytes_per_token": shape.bytes_per_token, "repeats": repeats}
+        facts = {**machine_of(where), **vars(shape), "bytes_per_token": shape.bytes_per_token, "repeats": repeats}
         results = {name: vars(one) for name, one in cost.parts.items()}
         print_json(
             {**facts, "wire_bytes_per_token": cost.wire_bytes, "host_bytes": cost.host_bytes, "results": results}
@@ -51,8 +52,11 @@ def command(
     counted = sequences * shape.length
     table(
         f"Routes of {layers} layers, {top_k} of {experts} experts: {shape.bytes_per_token} bytes per token, pickled "
-        f"{cost.wire_bytes:.0f}; {counted:,} tokens in {sequences} sequences take {_mib(cost.host_bytes)} MiB on the "
-        f"host; median of {repeats}",
+        f"{cost.wire_bytes:.0f}; {counted:,} tokens in {sequences} sequences take {mebibytes(cost.host_bytes)} MiB "
+        f"on the host; median of {repeats}",
         ("part", "time", "CPU time", "peak MiB"),
-        [(name, _time(m.seconds), _time(m.cpu_seconds), _mib(m.peak_bytes)) for name, m in cost.parts.items()],
+        [
+            (name, duration(m.seconds), duration(m.cpu_seconds), mebibytes(m.peak_bytes))
+            for name, m in cost.parts.items()
+        ],
     )

@@ -130,7 +130,8 @@ def disk(view: View) -> Iterator[Finding]:
     kept = view.whole("trainer.max_actor_ckpt_to_keep", 0) or max(1, steps // frequency)
     kept = min(kept, max(1, steps // frequency)) if steps else kept
     free = view.machine.free_disk(Path(str(folder)).expanduser().absolute())
-    if one * kept > free:
+    # a place that cannot be written to is a finding of the start-up checks
+    if isinstance(free, int) and one * kept > free:
         yield found(
             "trainer.save_freq",
             f"{kept} checkpoint(s) of {_gib(one)} GiB are to be kept, and {folder} has {_gib(free)} GiB free",

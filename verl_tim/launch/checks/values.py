@@ -20,6 +20,9 @@ from verl_tim.launch.recipes import closest
 _VERL_DEFAULTS = "_generated_ppo_trainer.yaml"
 _VERL_DEFAULTS_OF = {engine: f"_generated_ppo_{engine}_trainer.yaml" for engine in ("megatron", "torchtitan", "veomni")}
 
+# verl's word for it in model_engine; the strategy is fsdp or fsdp2.
+_FSDP = "dp"
+
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
 # Whole numbers of at least 1; null, where it is verl's own default, means another way to say it.
@@ -56,7 +59,9 @@ def check_structure(config: DictConfig) -> Iterator[Finding]:
     assert isinstance(plain, dict)
     if not isinstance(plain.get("tim"), dict):
         yield Finding("tim", "is not a group of keys", "leave the group, and set its keys: tim.run_dir=runs/NAME")
-    yield from _check_groups(plain, defaults_of(plain), "")
+    mixed = list(_check_engine(plain))
+    # of two engines' groups, those of one would all count as removed
+    yield from mixed or _check_groups(plain, defaults_of(plain), "")
 
 
 def check(config: DictConfig) -> Iterator[Finding]:
@@ -73,11 +78,14 @@ def check(config: DictConfig) -> Iterator[Finding]:
 
 def defaults_of(plain: Mapping[Any, Any]) -> dict[str, Any]:
     """verl's own values for the training engine that a config chooses."""
-    actor: Any = plain
+    return _defaults(_VERL_DEFAULTS_OF.get(str(_actor(plain).get("strategy")), _VERL_DEFAULTS))
+
+
+def _actor(plain: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    node: Any = plain
     for name in _ACTOR.split("."):
-        actor = actor.get(name) if isinstance(actor, Mapping) else None
-    engine = actor.get("strategy") if isinstance(actor, Mapping) else None
-    return _defaults(_VERL_DEFAULTS_OF.get(str(engine), _VERL_DEFAULTS))
+        node = node.get(name) if isinstance(node, Mapping) else None
+    return node if isinstance(node, Mapping) else {}
 
 
 @cache
@@ -87,6 +95,23 @@ def _defaults(file: str) -> dict[str, Any]:
     plain = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
     assert isinstance(plain, dict)
     return {str(key): value for key, value in plain.items()}
+
+
+def _check_engine(plain: Mapping[Any, Any]) -> Iterator[Finding]:
+    """The training engine is chosen by verl's group model_engine, which brings the engine's groups and its strategy."""
+    actor = _actor(plain)
+    strategy = actor.get("strategy")
+    engine = str(strategy) if strategy in _VERL_DEFAULTS_OF else _FSDP
+    there = [name for name in _VERL_DEFAULTS_OF if isinstance(actor.get(name), Mapping)]
+    composed = str(plain.get("model_engine") or (there[0] if there else _FSDP))
+    key = f"{_ACTOR}.strategy"
+    if engine == composed or engine in there:
+        return
+    if engine == _FSDP:
+        remedy = f"leave model_engine out, or, without a recipe, set {key}={composed}: the recipes are for FSDP2"
+    else:
+        remedy = f"leave this key out, or, without a recipe, choose model_engine={engine}: the recipes are for FSDP2"
+    yield Finding(key, f"is {strategy}, and the config has the groups of model_engine={composed}", remedy)
 
 
 def _check_groups(given: Mapping[Any, Any], reference: Mapping[Any, Any], prefix: str) -> Iterator[Finding]:
@@ -118,11 +143,18 @@ def _check_types(given: Mapping[Any, Any], reference: Mapping[Any, Any], prefix:
                 )
         elif isinstance(default, bool):
             if not isinstance(value, bool):
-                yield Finding(
-                    key, f"is {value!r}, which is neither true nor false", f"set {key}={str(default).lower()}"
-                )
+                yield _no_boolean(key, value, default)
         elif isinstance(default, (int, float)) and (not _is_number(value) or math.isnan(value)):
             yield Finding(key, f"is {value!r}, which is not a number", f"give a number; verl's default is {default}")
+
+
+def _no_boolean(key: str, value: Any, default: bool) -> Finding:
+    word = value.strip().lower() if isinstance(value, str) else ""
+    if word in ("true", "false"):
+        return Finding(
+            key, f"is the text {value!r}, which Python takes for true", f"write it without quotes: {key}={word}"
+        )
+    return Finding(key, f"is {value!r}, which is neither true nor false", f"set {key}={str(default).lower()}")
 
 
 def _is_number(value: Any) -> bool:

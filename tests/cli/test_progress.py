@@ -1,0 +1,89 @@
+"""A command that works for minutes shows it: a bar on a terminal, lines in a log file."""
+
+import io
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from verl_tim.cli import app
+from verl_tim.commands import progress, verify
+from verl_tim.commands.progress import Work
+from verl_tim.diagnosis.gate import GateError, Rung, ScenarioResult
+
+runner = CliRunner()
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A time that stands still unless it is told to go on."""
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    return now
+
+
+def work_through(clock):
+    with Work("label [x]", 3) as work:
+        work.doing("first")
+        work.ended("first: passed")
+        work.advance()
+        work.advance()
+        clock[0] += 31
+        work.advance()
+
+
+def test_lines_where_there_is_no_terminal(capsys, clock):
+    work_through(clock)
+    out, err = capsys.readouterr()
+    assert out == ""
+    # what is small has a line now and then
+    assert err.splitlines() == ["label [x]", "label [x]: first: passed", "label [x]: 3 of 3"]
+
+
+def test_a_bar_and_no_lines_on_a_terminal(monkeypatch):
+    shown = io.StringIO()
+    monkeypatch.setattr(progress, "stderr", lambda: Console(file=shown, force_terminal=True, width=100))
+    with Work("label", 3) as work:
+        work.doing("first")
+        work.ended("first: passed")
+        work.advance()
+    assert "label: first" in shown.getvalue()
+    assert "1/3" in shown.getvalue()
+    assert "passed" not in shown.getvalue()
+
+
+def test_a_ladder_has_a_line_per_scenario_as_it_ends(capsys):
+    said = []
+
+    def scenario(name):
+        said.append(capsys.readouterr().err)
+        if name == "third":
+            raise GateError("nothing to compare")
+        return ScenarioResult(name, exact=False, error=None if name == "first" else "a differing bit", seconds=1.25)
+
+    names = ("first", "second", "third")
+    rungs = [Rung("rung", [(name, lambda name=name: scenario(name)) for name in names])]
+    with Work("model, bfloat16") as work:
+        verify.climb_showing(rungs, work)
+    assert said[0] == "model, bfloat16\n"
+    # nothing was compared in the first, so it fails too: what stands there is the result's own word
+    assert [line for text in said[1:] for line in text.splitlines()] == [
+        "model, bfloat16: rung, first: FAILED, 1.2 s",
+        "model, bfloat16: rung, second: FAILED, 1.2 s",
+    ]
+    assert capsys.readouterr().err == "model, bfloat16: rung, third: FAILED, 0.0 s\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("bench correction --rows 2 --tokens 8 --repeats 1 --preset token_tis", "bench correction: token_tis, "),
+        ("bench diagnosis --rows 2 --tokens 8 --repeats 1 --mini-batches 1 --layers 0", "bench diagnosis"),
+        ("bench routing --layers 1 --experts 4 --top-k 2 --tokens 8 --sequences 2 --repeats 1", "bench routing"),
+    ],
+)
+def test_benchmarks_show_that_they_are_at_work(words, line):
+    result = runner.invoke(app, [*words.split(), "--json"])
+    assert result.exit_code == 0, result.output
+    assert line in result.stderr
+    assert result.stdout.startswith("{")
