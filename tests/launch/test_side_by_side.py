@@ -1,5 +1,6 @@
 """Several runs at once: as many as asked for, within the time, each to its end or cleanly ended, and none twice."""
 
+import errno
 import json
 import os
 import signal
@@ -14,17 +15,18 @@ from omegaconf import OmegaConf
 
 from verl_tim.launch import process, side_by_side
 from verl_tim.launch.errors import LaunchError
-from verl_tim.launch.matrix import Cell, Matrix, finished
+from verl_tim.launch.matrix import Cell, Matrix, finished, prepared
 from verl_tim.launch.recipes import find_recipe
 from verl_tim.launch.side_by_side import TIME_IS_UP, State, run_side_by_side, took
 
 # A run: a grandchild that would outlive it, `steps` lines of metrics, and the exit code that its folder's name says.
 VERL = """
-import json, subprocess, sys, time
+import json, os, subprocess, sys, time
 from pathlib import Path
 folder = Path(sys.argv[1])
 steps, pause = int(sys.argv[2]), float(sys.argv[3])
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+(folder / "gpus").write_text(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
 (folder / "pids").write_text(f"{child.pid}")
 (folder / "span").write_text(f"{time.time()}")
 with open(folder / "metrics.jsonl", "a", buffering=1) as file:
@@ -75,6 +77,7 @@ def matrix_of(root: Path, *names: str, save_freq=-1, restarts=0, **ray):
                     "default_local_dir": str(root / name / "checkpoints"),
                     "total_training_steps": 2,
                     "save_freq": save_freq,
+                    "device": "cpu",
                 },
                 "ray_kwargs": {"ray_init": ray},
             }
@@ -247,3 +250,207 @@ def test_the_command_takes_the_limits(tmp_path, monkeypatch):
     assert asked["at_once"] == 1
     alone = CliRunner().invoke(app, ["train", "recipe=cpu_grpo", "--at-once", "2"])
     assert alone.exit_code == 2
+
+
+def test_a_run_that_cannot_be_started_keeps_none_from_running(verl, tmp_path):
+    verl()
+    root = tmp_path / "runs"
+    matrix, configs = matrix_of(root, "a", "b", "c")
+    root.mkdir()
+    (root / "b").write_text("a file in the place of its folder")
+    states, code, _ = run(matrix, configs, at_once=1)
+    assert code == 1
+    assert [state.state for state in states.values()] == [State.FINISHED, State.FAILED, State.FINISHED]
+    assert "is a file" in states["b"].cause[0]
+    assert states["b"].exit_code is None
+    (root / "b").unlink()
+    left = {name: config for name, config in configs.items() if name not in finished(matrix)}
+    states, code, _ = run(matrix, left)
+    assert (code, states["b"].state, states["a"].earlier) == (0, State.FINISHED, True)
+
+
+def test_a_run_that_failed_is_done_again_the_next_time(verl, tmp_path):
+    verl()
+    matrix, configs = matrix_of(tmp_path / "runs", "bad", "a")
+    assert run(matrix, configs)[1] == 7
+    left = {name: config for name, config in configs.items() if name not in finished(matrix)}
+    assert list(left) == ["bad"]
+    states, code, _ = run(matrix, left)
+    assert (code, states["bad"].exit_code, states["bad"].steps) == (7, 7, 2)
+    assert len((tmp_path / "runs" / "bad" / "attempts.jsonl").read_text().splitlines()) == 1, "its folder is new"
+
+
+@pytest.fixture
+def no_room(monkeypatch):
+    """The lists of what has ended cannot be written."""
+
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(side_by_side, "record", refuse)
+    monkeypatch.setattr(side_by_side.restarts, "record", refuse)
+
+
+def test_a_full_disk_ends_nothing_but_is_said(verl, tmp_path, no_room):
+    verl()
+    states, code, _ = run(*matrix_of(tmp_path / "runs", "a", "b"), at_once=1)
+    assert [state.steps for state in states.values()] == [2, 2], "both ran to their end"
+    assert all("No space left" in state.cause[-1] for state in states.values())
+    assert code == 0
+
+
+def test_while_nothing_has_finished_no_run_is_begun_that_would_have_less_time_than_those_under_way(verl, tmp_path):
+    verl(steps=2, pause=30)
+    matrix, configs = matrix_of(tmp_path / "runs", "a", "bad", "c")
+    (tmp_path / "quick.py").write_text("import sys, time; time.sleep(1.5); sys.exit(7)")
+    slow = process.verl_command
+
+    def command(folder):
+        return [sys.executable, str(tmp_path / "quick.py")] if folder.name == "bad" else slow(folder)
+
+    process.verl_command = command  # `verl` restores it
+    states, code, _ = run(matrix, configs, at_once=2, seconds=2.9)
+    assert [state.state for state in states.values()] == [State.STOPPED, State.FAILED, State.WAITING]
+    assert code == 7
+
+
+def test_the_end_has_the_time_that_ending_takes():
+    assert process.END_SECONDS >= process._GRACE_SECONDS + 2 * process._FORCE_SECONDS
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "named"),
+    [
+        ("matrix.json", '{"a": ["data.s', "matrix.json"),
+        ("matrix.json", "[1]", "matrix.json"),
+        ("a/attempts.jsonl", 'no JSON\n{"seconds": 1}\n', "attempts.jsonl"),
+        ("a/attempts.jsonl", '{"attempt": 1}\n', "attempts.jsonl"),
+    ],
+)
+def test_a_damaged_record_names_itself(verl, tmp_path, file, content, named):
+    verl()
+    root = tmp_path / "runs"
+    matrix, configs = matrix_of(root, "a", "b")
+    run(matrix, {"a": configs["a"]})
+    (root / file).write_text(content)
+    with pytest.raises(LaunchError, match=named):
+        run(matrix, {"b": configs["b"]})
+
+
+def test_a_record_that_a_full_disk_cut_off_is_read_up_to_there_and_goes_on(tmp_path):
+    from verl_tim.launch.process import Outcome
+    from verl_tim.launch.restarts import ATTEMPTS, record
+
+    (tmp_path / ATTEMPTS).write_text('{"attempt": 1, "seconds": 2.5}\n{"attempt": 2, "sec')
+    assert took(tmp_path) == 2.5
+    record(tmp_path, Outcome(0, 4.0, (), tmp_path / "log", ()))
+    entries = [json.loads(line) for line in (tmp_path / ATTEMPTS).read_text().splitlines()]
+    assert [entry["attempt"] for entry in entries] == [1, 2]
+    assert took(tmp_path) == 6.5
+
+
+def test_what_has_finished_stays_so_in_another_place(verl, tmp_path):
+    verl()
+    here, configs = matrix_of(tmp_path / "runs", "a", "b")
+    run(here, {"a": configs["a"]})
+    there, _ = matrix_of(tmp_path / "elsewhere", "a", "b")
+    there.folder.mkdir()
+    (here.folder / "matrix.json").rename(there.folder / "matrix.json")
+    left = []
+    prepared(there, lambda recipe, overrides: left.append(overrides) or configs["b"])
+    assert left == [there.cells[1].overrides]
+
+
+def placed(root):
+    return {path.parent.name: path.read_text() for path in root.glob("*/gpus")}
+
+
+def on_gpus(configs, device="cuda", count=1):
+    for config in configs.values():
+        config.trainer.device = device
+        config.ray_kwargs.ray_init.num_gpus = count
+    return configs
+
+
+def test_each_run_sees_the_gpus_with_the_fewest_runs_alone(verl, tmp_path, monkeypatch):
+    verl(steps=2, pause=0.3)
+    monkeypatch.setattr(side_by_side, "visible_gpus", lambda: ("2", "GPU-5f"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,GPU-5f")
+    root = tmp_path / "runs"
+    matrix, configs = matrix_of(root, "a", "b", "c", "d", "e")
+    states, code, seen = run(matrix, on_gpus(configs), at_once=4)
+    assert code == 0
+    found = placed(root)
+    assert [found[name] for name in "abcd"] == ["2", "GPU-5f", "2", "GPU-5f"]
+    assert states["b"].to_dict()["gpus"] == ["GPU-5f"]
+    for now in seen:
+        busy = [state.gpus for state in now if state.state is State.RUNNING]
+        assert all(busy.count((gpu,)) <= 2 for gpu in ("2", "GPU-5f"))
+
+
+def test_a_place_that_is_free_again_is_the_next_ones(verl, tmp_path, monkeypatch):
+    """At the same number of runs on each GPU, the one whose run ended first gets the next."""
+    verl(steps=1, pause=0.2)
+    monkeypatch.setattr(side_by_side, "visible_gpus", lambda: ("0", "1"))
+    matrix, configs = matrix_of(tmp_path / "runs", "slow", "b", "bad", "d")
+    quick = process.verl_command
+    process.verl_command = lambda folder: [*quick(folder)[:-1], "2.5" if folder.name == "slow" else "0.2"]
+    states, code, _ = run(matrix, on_gpus(configs), at_once=2)
+    assert code == 7
+    assert placed(tmp_path / "runs") == {"slow": "0", "b": "1", "bad": "1", "d": "1"}
+
+
+def test_runs_on_cpus_and_machines_without_gpus_are_left_as_they_are(verl, tmp_path, monkeypatch):
+    verl()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setattr(side_by_side, "visible_gpus", lambda: ("0", "1"))
+    matrix, configs = matrix_of(tmp_path / "cpu", "a")
+    run(matrix, on_gpus(configs, "cpu"))
+    assert placed(tmp_path / "cpu") == {"a": "0,1"}
+    monkeypatch.setattr(side_by_side, "visible_gpus", lambda: ())
+    matrix, configs = matrix_of(tmp_path / "none", "a")
+    run(matrix, on_gpus(configs))
+    assert placed(tmp_path / "none") == {"a": "0,1"}
+
+
+def test_time_that_is_up_while_models_are_made_ends_that_too(tmp_path, monkeypatch):
+    from typer.testing import CliRunner
+
+    from verl_tim.cli import app
+    from verl_tim.launch import start
+
+    left_behind = []
+
+    def endless(config, folder_is_free):
+        try:
+            for _ in range(600):
+                time.sleep(0.1)
+        except Exception:
+            pytest.fail("taken for a failure")
+        finally:
+            left_behind.append("cleared")
+
+    monkeypatch.setattr(start, "make_ready", endless)
+    words = ["train", "recipe=cpu_grpo", "+matrix=paper", "tim.only=vexact", f"tim.run_dir={tmp_path}"]
+    began = time.monotonic()
+    result = CliRunner().invoke(app, [*words, "--minutes", "0.1", "--json"])
+    assert time.monotonic() - began < 30
+    assert result.exit_code == TIME_IS_UP, result.output
+    assert left_behind == ["cleared"]
+    found = json.loads(result.stdout)
+    assert [run["state"] for run in found["runs"]] == ["waiting"]
+    assert "before the first run" in result.stderr
+
+
+def test_a_stop_while_models_are_made_is_an_interruption(tmp_path, monkeypatch, heard_interrupts):
+    from typer.testing import CliRunner
+
+    from verl_tim.cli import app
+    from verl_tim.launch import start
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        monkeypatch.setattr(start, "make_ready", lambda config, folder_is_free: os.kill(os.getpid(), number))  # noqa: B023
+        words = ["train", "recipe=cpu_grpo", "+matrix=paper", "tim.only=vexact", f"tim.run_dir={tmp_path}"]
+        result = CliRunner().invoke(app, [*words, "--at-once", "2", "--json"])
+        assert result.exit_code == 130, result.output
+        assert json.loads(result.stdout)["exit_code"] == 130

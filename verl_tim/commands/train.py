@@ -43,7 +43,7 @@ def command(
     ] = None,
     minutes: Annotated[
         float | None,
-        typer.Option(min=1, help="Of several runs: what runs then is ended, and goes on with the same command."),
+        typer.Option(min=0.1, help="Of several runs: what runs then is ended, and goes on with the same command."),
     ] = None,
     dry_run: Annotated[bool, typer.Option(help="Stop before the start and print the resolved config.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
@@ -88,15 +88,14 @@ def _several(overrides: list[str], limits: tuple[int, float | None] | None, *, d
     from verl_tim.launch.start import ready_of
 
     with bad_input():
-        stderr().print("[dim]composing and checking every run[/]")
         matrix = matrix_of(*split_recipe(overrides))
+        if limits is not None and not dry_run:
+            return _side_by_side(matrix, limits, began, as_json=as_json)
+        stderr().print("[dim]composing and checking every run[/]")
         configs = prepared(matrix, ready_of)
     if dry_run:
         _list_runs(matrix, set(configs), as_json=as_json)
         return 0
-
-    if limits is not None:
-        return _side_by_side(matrix, configs, limits, began, as_json=as_json)
 
     def one(config: DictConfig, name: str) -> int:
         outcome = run(again(config), label=name)
@@ -107,18 +106,37 @@ def _several(overrides: list[str], limits: tuple[int, float | None] | None, *, d
         return run_all(matrix, configs, one, lambda line: stderr().print(line, markup=False, soft_wrap=True))
 
 
-def _side_by_side(
-    matrix: Matrix, configs: dict[str, DictConfig], limits: tuple[int, float | None], began: float, *, as_json: bool
-) -> int:
-    """The runs of a matrix, several at once and within a time, and the table of what became of them; the exit code."""
+def _side_by_side(matrix: Matrix, limits: tuple[int, float | None], began: float, *, as_json: bool) -> int:
+    """The runs of a matrix, several at once and within a time, and the table of what became of them; the exit code.
+
+    Composing the runs, and making models and data, is part of the time, and is ended with it.
+    """
     from verl_tim.commands.several import RunsProgress, runs_table
-    from verl_tim.launch.side_by_side import run_side_by_side
+    from verl_tim.launch.matrix import prepared
+    from verl_tim.launch.process import TimeIsUp, stop_requests, within
+    from verl_tim.launch.side_by_side import INTERRUPTED, TIME_IS_UP, run_side_by_side, waiting
+    from verl_tim.launch.start import ready_of
 
     at_once, minutes = limits
-    # composing, and making model and data, is part of the time
-    seconds = None if minutes is None else 60 * minutes - (time.monotonic() - began)
-    with bad_input(), RunsProgress(stderr()) as progress:
-        states, code = run_side_by_side(matrix, configs, at_once=at_once, seconds=seconds, on_change=progress.on_change)
+
+    def left() -> float | None:
+        return None if minutes is None else 60 * minutes - (time.monotonic() - began)
+
+    stderr().print("[dim]composing and checking every run[/]")
+    states, code = [], 0
+    try:
+        with stop_requests(), within(left()):
+            configs = prepared(matrix, ready_of)
+        with RunsProgress(stderr()) as progress:
+            states, code = run_side_by_side(
+                matrix, configs, at_once=at_once, seconds=left(), on_change=progress.on_change
+            )
+    except TimeIsUp:
+        stderr().print("the time was up before the first run: composing, or making models and data, took all of it")
+        code = TIME_IS_UP
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    states = states or waiting(matrix)
     if as_json:
         print_json({"exit_code": code, "folder": str(matrix.folder), "runs": [state.to_dict() for state in states]})
     else:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import fnmatch
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -43,6 +43,10 @@ class Cell:
     def words(self) -> list[str]:
         """All that makes this run, as the record keeps it."""
         return [*([f"recipe={self.recipe.name}"] if self.recipe else []), *self.overrides]
+
+    def is_in(self, record: Mapping[str, Sequence[str]]) -> bool:
+        """Whether a record (`read_record`) says that this very run, wherever its folder lay, ended well."""
+        return record.get(self.name) == _wherever(self.words)
 
 
 @dataclass(frozen=True)
@@ -133,7 +137,7 @@ def prepared(matrix: Matrix, ready: Callable[[Recipe, Sequence[str]], DictConfig
     configs: dict[str, DictConfig] = {}
     problems: dict[Finding, list[str]] = {}
     for cell in matrix.cells:
-        if done.get(cell.name) == cell.words:
+        if cell.is_in(done):
             continue
         try:
             configs[cell.name] = ready(cell.recipe or matrix.recipe, cell.overrides)
@@ -177,16 +181,48 @@ def run_all(
 
 
 def finished(matrix: Matrix) -> dict[str, list[str]]:
-    """Runs in the matrix's folder that ended well, with the overrides they had."""
-    path = matrix.folder / RECORD
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    """Runs of the matrix's folder that ended well, with the overrides they had."""
+    return read_record(matrix.folder)
 
 
 def record(matrix: Matrix, name: str) -> None:
     """Remember that a run ended well."""
     (words,) = (cell.words for cell in matrix.cells if cell.name == name)
-    content = {**finished(matrix), name: words}
-    (matrix.folder / RECORD).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    write_record(matrix.folder, {**finished(matrix), name: words})
+
+
+def read_record(folder: Path) -> dict[str, list[str]]:
+    """Run -> its overrides, of those below a folder that ended well; where the folder lies is none of them, so that the
+    record may be carried to another machine.
+
+    Raises:
+        LaunchError: a damaged record.
+    """
+    path = folder / RECORD
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return {str(name): _wherever(words) for name, words in content.items()}
+    except (ValueError, AttributeError, TypeError) as error:
+        raise LaunchError.of(
+            "tim.run_dir",
+            f"{path}, which says what has finished, cannot be read ({error})",
+            "mend it, or remove it to have those runs done again",
+        ) from error
+
+
+def write_record(folder: Path, content: Mapping[str, Sequence[str]]) -> None:
+    """Replace the record of a folder, in one step: a full disk leaves the old one."""
+    lasting = {name: _wherever(words) for name, words in content.items()}
+    part = folder / f".{RECORD}.part"
+    part.write_text(json.dumps(lasting, indent=2) + "\n", encoding="utf-8")
+    part.replace(folder / RECORD)
+
+
+def _wherever(words: Sequence[str]) -> list[str]:
+    """Overrides without the place of the run's folder."""
+    return [word for word in words if not word.startswith("tim.run_dir=")]
 
 
 def _chosen(config: DictConfig) -> dict[str, list[str]]:

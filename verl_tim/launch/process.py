@@ -9,8 +9,9 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,8 +21,11 @@ from typing import Any
 from verl_tim.diagnosis.run_folder import METRICS_NAME
 from verl_tim.launch.run_folder import LOG
 
-# How long verl and Ray may take to end on their own after Ctrl-C.
+# How long verl and Ray may take to end on their own after Ctrl-C, and what is left of them after SIGTERM, then SIGKILL.
 _GRACE_SECONDS = 20.0
+_FORCE_SECONDS = 5.0
+END_SECONDS = _GRACE_SECONDS + 2 * _FORCE_SECONDS
+"""What `end_trees` takes at most."""
 _POLL_SECONDS = 0.25
 
 # What ends a run: Ctrl-C, a scheduler's or a container's stop, a terminal that is closed.
@@ -86,11 +90,14 @@ def verl_command(run_dir: Path) -> list[str]:
 class VerlProcess:
     """verl, running on `run_dir/config.yaml` as a child of this process."""
 
-    def __init__(self, run_dir: Path, on_step: Callable[[Step], None]) -> None:
+    def __init__(
+        self, run_dir: Path, on_step: Callable[[Step], None], *, variables: Mapping[str, str] | None = None
+    ) -> None:
         """Starts it.
 
         Args:
             on_step: called by `running` for every new line of metrics.
+            variables: of its environment, beside this process's own.
 
         If this process is killed outright, the kernel sends the child SIGTERM, and Ray ends with its driver.
         """
@@ -107,7 +114,7 @@ class VerlProcess:
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
-                env=_environment(),
+                env=_environment(variables or {}),
                 preexec_fn=partial(_tie_to_parent, os.getpid()),
             )
 
@@ -185,6 +192,40 @@ def stop_requests() -> Iterator[Callable[[], None]]:
             signal.signal(number, handler)
 
 
+class TimeIsUp(BaseException):
+    """Raised by `within`; no `except Exception` of what runs inside it may take it for a failure."""
+
+
+@contextmanager
+def within(seconds: float | None) -> Iterator[None]:
+    """Raises TimeIsUp in the main thread when the body has run so long; None: it may take any time.
+
+    A timer thread and a signal of its own: code that scores answers uses SIGALRM.
+    """
+    if seconds is None:
+        yield
+        return
+    armed = True
+
+    def raise_it(signum: int, frame: Any) -> None:
+        if armed:
+            raise TimeIsUp
+
+    previous = signal.signal(signal.SIGUSR2, raise_it)
+    main = threading.main_thread().ident
+    assert main is not None
+    timer = threading.Timer(max(0.0, seconds), signal.pthread_kill, (main, signal.SIGUSR2))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        armed = False
+        timer.cancel()
+        timer.join()
+        signal.signal(signal.SIGUSR2, previous)
+
+
 def _ignore(numbers: Iterable[signal.Signals]) -> None:
     _handle(signal.SIG_IGN, list(numbers))
 
@@ -242,7 +283,7 @@ def end_trees(children: Sequence[subprocess.Popen]) -> None:
         for process in alive:
             with suppress(psutil.NoSuchProcess):
                 getattr(process, stop)()
-        psutil.wait_procs(alive, timeout=5)
+        psutil.wait_procs(alive, timeout=_FORCE_SECONDS)
     for child in children:
         child.wait()
 
@@ -322,9 +363,9 @@ def _as_interrupt(signum: int, frame: Any) -> None:
     raise KeyboardInterrupt
 
 
-def _environment() -> dict[str, str]:
+def _environment(variables: Mapping[str, str]) -> dict[str, str]:
     # Python buffers a log that is a file; a run that is killed would lose its last words
-    return {**os.environ, "PYTHONUNBUFFERED": "1"}
+    return {**os.environ, "PYTHONUNBUFFERED": "1", **variables}
 
 
 def hydra_quoted(value: str) -> str:

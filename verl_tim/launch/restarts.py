@@ -150,7 +150,10 @@ def _last(steps: Sequence[Step]) -> int:
 def record(folder: Path, outcome: Outcome) -> None:
     """Adds an attempt to the run folder's list."""
     path = folder / ATTEMPTS
-    number = 1 + (path.read_text(encoding="utf-8").count("\n") if path.exists() else 0)
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    # a full disk may have cut the last one off
+    text = text[: text.rfind("\n") + 1]
+    number = 1 + text.count("\n")
     entry: dict[str, Any] = {
         "attempt": number,
         "exit_code": outcome.exit_code,
@@ -159,5 +162,6 @@ def record(folder: Path, outcome: Outcome) -> None:
         "seconds": round(outcome.seconds, 1),
         "cause": list(outcome.cause),
     }
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(entry, ensure_ascii=False) + "\n")
+    part = folder / f".{ATTEMPTS}.part"
+    part.write_text(text + json.dumps(entry, ensure_ascii=False) + "\n", encoding="utf-8")
+    part.replace(path)
