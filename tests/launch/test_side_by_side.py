@@ -395,7 +395,7 @@ def test_a_place_that_is_free_again_is_the_next_ones(verl, tmp_path, monkeypatch
     matrix, configs = matrix_of(tmp_path / "runs", "slow", "b", "bad", "d")
     quick = process.verl_command
     process.verl_command = lambda folder: [*quick(folder)[:-1], "2.5" if folder.name == "slow" else "0.2"]
-    states, code, _ = run(matrix, on_gpus(configs), at_once=2)
+    _, code, _ = run(matrix, on_gpus(configs), at_once=2)
     assert code == 7
     assert placed(tmp_path / "runs") == {"slow": "0", "b": "1", "bad": "1", "d": "1"}
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from verl_tim.launch.matrix import Matrix
     from verl_tim.launch.process import Outcome
+    from verl_tim.launch.side_by_side import RunState
 
 NAME = "train"
 HELP = (
@@ -123,7 +124,7 @@ def _side_by_side(matrix: Matrix, limits: tuple[int, float | None], began: float
         return None if minutes is None else 60 * minutes - (time.monotonic() - began)
 
     stderr().print("[dim]composing and checking every run[/]")
-    states, code = [], 0
+    states: list[RunState] = []
     try:
         with stop_requests(), within(left()):
             configs = prepared(matrix, ready_of)

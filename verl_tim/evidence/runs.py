@@ -9,6 +9,7 @@ from pathlib import Path
 from verl_tim.diagnosis.compare import Comparison, Options, compare
 from verl_tim.diagnosis.groups import Group
 from verl_tim.diagnosis.metric_log import RunFolderError
+from verl_tim.diagnosis.run_folder import METRICS_NAME, parts
 from verl_tim.diagnosis.token_dump import dumped_steps
 from verl_tim.evidence.names import BASELINE, PLANNED, VARIANTS, RunName
 
@@ -86,14 +87,6 @@ class Evidence:
         return found
 
 
-METRIC_FILES = "metrics*.jsonl"
-
-
-def metric_files(folder: Path) -> list[Path]:
-    """The metrics of a run, those of earlier attempts included; empty where it logged nothing."""
-    return sorted(folder.glob(METRIC_FILES)) if folder.is_dir() else []
-
-
 def found_in(folder: Path) -> dict[RunName, Path]:
     """Run -> folder, of a matrix's folder, in the order of the page.
 
@@ -102,7 +95,11 @@ def found_in(folder: Path) -> dict[RunName, Path]:
     """
     if not folder.is_dir():
         raise EvidenceError(f"{folder} is no folder: give what tim.run_dir of +matrix=evidence named (runs/evidence)")
-    named = {RunName.parse(path.name): path for path in sorted(folder.iterdir()) if metric_files(path)}
+    named = {
+        RunName.parse(path.name): path
+        for path in sorted(folder.iterdir())
+        if path.is_dir() and parts(path, METRICS_NAME)
+    }
     found = {name: path for name, path in named.items() if name is not None}
     if not found:
         raise EvidenceError(

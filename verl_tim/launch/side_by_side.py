@@ -110,8 +110,9 @@ def run_side_by_side(
     """Run what is still to be done, `at_once` at a time, and end whatever runs when the time is up.
 
     Each is placed on the GPUs with the fewest runs, and sees no others. A run is not begun where less time is left than
-    the longest other one took or has been running, unless it writes checkpoints to go on from. One that fails, or cannot
-    be started, keeps none of the others from running; one whose process died is begun again as `tim.restarts` says.
+    the longest other one took or has been running, unless it writes checkpoints to go on from. One that fails, or
+    cannot be started, keeps none of the others from running; one whose process died is begun again as `tim.restarts`
+    says.
 
     Args:
         configs: `matrix.prepared`.
