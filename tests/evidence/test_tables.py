@@ -153,6 +153,14 @@ def test_without_an_exact_run_there_is_no_band(tmp_path):
     assert first_to_leave(evidence).rows == []
     assert "no exact run" in first_to_leave(evidence).markdown()
     assert forecasts(evidence).rows == []
+    assert "no exact run" in forecasts(evidence).markdown()
+
+
+def test_responses_of_one_length_are_one_row(tmp_path):
+    root = write_matrix(tmp_path, variants=["vexact", "vllm_recompute"], seeds=[1], steps=4)
+    write_dumps(root / "dense-grpo-vllm_recompute-data.seed=1", normal(0.01), steps=2, lengths=(7, 8))
+    (row,) = place(Evidence.read(root)).rows
+    assert row[2:4] == ("7", f"{2 * 128 * 7:,}")
 
 
 def test_markdown_keeps_bars_inside_cells():

@@ -114,8 +114,8 @@ def _side_by_side(matrix: Matrix, limits: tuple[int, float | None], began: float
     """
     from verl_tim.commands.several import RunsProgress, runs_table
     from verl_tim.launch.matrix import prepared
-    from verl_tim.launch.process import TimeIsUp, stop_requests, within
-    from verl_tim.launch.side_by_side import INTERRUPTED, TIME_IS_UP, run_side_by_side, waiting
+    from verl_tim.launch.process import INTERRUPTED, TimeIsUp, stop_requests, within
+    from verl_tim.launch.side_by_side import TIME_IS_UP, run_side_by_side, waiting
     from verl_tim.launch.start import ready_of
 
     at_once, minutes = limits
@@ -227,8 +227,10 @@ def explain_failure(outcome: Outcome) -> None:
     """The end of the traceback and where the log is, on stderr."""
     from rich.text import Text
 
+    from verl_tim.launch.process import INTERRUPTED
+
     console = stderr()
-    if outcome.exit_code == 130:
+    if outcome.exit_code == INTERRUPTED:
         console.print("[bold]stopped[/]; verl and its Ray cluster are ended")
     else:
         console.print(f"[bold red]verl ended with exit code {outcome.exit_code}[/]")

@@ -292,8 +292,8 @@ def _check_same(archive: Path, files: Mapping[str, bytes], target: Path) -> None
         first = found[0]
         raise EvidenceError(
             f"{archive}: {target.name} has other settings than the run in {target} ({first.key} is "
-            f"{first.values.get('packed')!r}, there it is {first.values.get('there')!r}): give another --out, or remove "
-            "that folder"
+            f"{first.values.get('packed')!r}, there it is {first.values.get('there')!r}): give another --out, or "
+            "remove that folder"
         )
 
 

@@ -70,7 +70,7 @@ def first_to_leave(evidence: Evidence) -> Table:
     rows, notes = [], []
     for pair in evidence.pairs:
         if pair.comparison.baseline is None:
-            notes.append(f"{pair.name}: no exact run, so there is no band.")
+            notes.append(_no_exact_run(pair))
             continue
         for variant in pair.variants:
             of = {d.signal: d for d in pair.comparison.warnings if d.run == variant}
@@ -136,13 +136,18 @@ def place(evidence: Evidence) -> Table:
             folder = pair.dumped(variant)
             if folder is None or variant == BASELINE:
                 continue
-            known = _known(folder)
+            try:
+                known = _known(folder)
+            except TokenDumpError as error:
+                notes.append(f"{pair.name} {variant}: {_placeless(str(error), evidence)}.")
+                continue
             if known is None:
                 notes.append(f"{pair.name} {variant}: its dumps have no log-probs of the trainer (bypass).")
                 continue
             size, length = known
             edges = np.unique(np.quantile(length, (0, 0.25, 0.5, 0.75, 1)).astype(int))
-            for low, high in pairwise(edges):
+            # responses of one length are one row
+            for low, high in pairwise(edges if len(edges) > 1 else np.repeat(edges, 2)):
                 inside = (length >= low) & ((length < high) | (high == edges[-1]))
                 if inside.any():
                     rows.append(
@@ -169,7 +174,7 @@ def rejected(evidence: Evidence) -> Table:
             dumped = Dumped.read(folder)
             half = part_of(dumped, np.ones(dumped.sequences, bool))
         except (TokenDumpError, CalibrationError) as error:
-            notes.append(f"{pair.name}: {error}")
+            notes.append(f"{pair.name}: {_placeless(str(error), evidence)}")
             continue
         for name in CORRECTIONS:
             found = effect_of(name, half)
@@ -273,7 +278,7 @@ def thresholds(evidence: Evidence) -> Table:
         try:
             found = calibrate(mismatch, exact)
         except (CalibrationError, TokenDumpError) as error:
-            notes.append(f"{pair.name}: {_placeless(str(error), evidence.folder)}")
+            notes.append(f"{pair.name}: {_placeless(str(error), evidence)}")
             continue
         rows.append((pair.name, "no rejection", NONE, "0 %", short(found.none.skew), percent(found.none.effective)))
         for c in found.best_per_rule()[:BEST_RULES]:
@@ -331,10 +336,12 @@ def forecasts(evidence: Evidence) -> Table:
     for pair in evidence.pairs:
         baseline = pair.group(BASELINE)
         if baseline is None:
+            notes.append(_no_exact_run(pair))
             continue
-        pull = _pull(pair)
-        if pull is None:
-            notes.append(f"{pair.name}: no token dumps, so the pull of the advantages is not known.")
+        try:
+            pull = _pull(pair)
+        except (DriftError, TokenDumpError) as error:
+            notes.append(f"{pair.name}: the pull of the advantages is not known: {_placeless(str(error), evidence)}.")
             continue
         length = _mean(baseline, "response_length/mean")
         for group in pair.comparison.groups:
@@ -412,14 +419,15 @@ def _known(folder: Path) -> tuple[np.ndarray, np.ndarray] | None:
     return known["delta"].abs().to_numpy(), known["length"].to_numpy()
 
 
-def _pull(pair: Pair) -> float | None:
+def _pull(pair: Pair) -> float:
     folder = pair.dumped(BASELINE) or pair.dumped(MISMATCHING)
     if folder is None:
-        return None
-    try:
-        return pull_of(Dumped.read(folder).tokens["advantage"].to_numpy(dtype=float))
-    except DriftError:
-        return None
+        raise DriftError("no token dumps")
+    return pull_of(Dumped.read(folder).tokens["advantage"].to_numpy(dtype=float))
+
+
+def _no_exact_run(pair: Pair) -> str:
+    return f"{pair.name}: no exact run, so there is no band."
 
 
 def _over(each: Sequence[Speed], name: str) -> float | None:
@@ -450,8 +458,11 @@ def _range(low: int, high: int) -> str:
     return str(low) if low == high else f"{low}–{high}"
 
 
-def _placeless(text: str, folder: Path | None) -> str:
-    return text if folder is None else text.replace(f"{folder.absolute()}/", "").replace(f"{folder}/", "")
+def _placeless(text: str, evidence: Evidence) -> str:
+    """Without the folder of the runs."""
+    for folder in (evidence.folder, evidence.folder and evidence.folder.absolute()):
+        text = text.replace(f"{folder}/", "")
+    return text
 
 
 TABLES: dict[str, Callable[[Evidence], Table]] = {

@@ -43,7 +43,8 @@ def _names() -> frozenset[str]:
 
 
 def thinned(path: Path) -> bytes:
-    """A metrics file with those that are used alone, to `DIGITS` digits; whole numbers whole, a torn last line left out.
+    """A metrics file with those alone that are used, to `DIGITS` digits, whole numbers whole; a torn last line is left
+    out.
 
     Raises:
         RunFolderError: a damaged file.
@@ -54,8 +55,8 @@ def thinned(path: Path) -> bytes:
 
 def _line(record: Record) -> str:
     data = {name: _short(value) for name, value in record.data.items() if is_used(name)}
-    data |= {name: None for name in record.nonfinite if is_used(name)}
-    return json.dumps({"step": record.step, "data": data}, separators=(",", ":")) + "\n"
+    broken = dict.fromkeys(name for name in record.nonfinite if is_used(name))
+    return json.dumps({"step": record.step, "data": {**data, **broken}}, separators=(",", ":")) + "\n"
 
 
 def _short(value: float) -> float | int:

@@ -20,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_tim.launch.compose import RECIPE_KEY, compose_config, hydra_for
 from verl_tim.launch.errors import Finding, LaunchError
+from verl_tim.launch.process import INTERRUPTED
 from verl_tim.launch.recipes import Recipe, closest, find_recipe
 
 RECORD = "matrix.json"
@@ -170,7 +171,7 @@ def run_all(
     for number, (name, config) in enumerate(configs.items(), start=1):
         say(f"run {number} of {len(configs)}: {name}")
         code = run(config, name)
-        if code == 130:
+        if code == INTERRUPTED:
             return code
         if code:
             say(f"{name} ended with exit code {code}; its log is in {config.tim.run_dir}")

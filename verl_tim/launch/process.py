@@ -28,6 +28,9 @@ END_SECONDS = _GRACE_SECONDS + 2 * _FORCE_SECONDS
 """What `end_trees` takes at most."""
 _POLL_SECONDS = 0.25
 
+INTERRUPTED = 130
+"""Exit code of what was ended on request: by Ctrl-C, SIGTERM or SIGHUP, or because its time was up."""
+
 # What ends a run: Ctrl-C, a scheduler's or a container's stop, a terminal that is closed.
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -139,13 +142,13 @@ class VerlProcess:
         exit_code = self.child.returncode
         cause: tuple[str, ...] = ()
         if stopped:
-            exit_code = 130
+            exit_code = INTERRUPTED
         elif exit_code < 0:
             ended_by = signal.Signals(-exit_code)
             # its log cannot hold the cause: nobody told it
             cause = (f"verl's driver (pid {self.child.pid}) was ended by {ended_by.name}",)
             exit_code = 128 + ended_by
-        elif exit_code not in (0, 130):
+        elif exit_code not in (0, INTERRUPTED):
             cause = failure_cause(self.log)
         return Outcome(exit_code, self.seconds, tuple(self.steps), self.log, cause)
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from omegaconf import DictConfig, open_dict
 
-from verl_tim.launch.process import Outcome, Step, exception_names
+from verl_tim.launch.process import INTERRUPTED, Outcome, Step, exception_names
 from verl_tim.launch.run_folder import State, state_of
 from verl_tim.training.checkpoints import TRACKER
 
@@ -60,7 +60,7 @@ def is_infrastructure(outcome: Outcome) -> bool:
     """Whether an attempt ended because a process, a node or a connection was lost."""
     if outcome.exit_code in _KILLED:
         return True
-    if outcome.exit_code in (0, 130) or any(_NEVER_STARTED in line for line in outcome.cause):
+    if outcome.exit_code in (0, INTERRUPTED) or any(_NEVER_STARTED in line for line in outcome.cause):
         return False
     names = exception_names(outcome.cause)
     return bool(names) and names[-1] in _GONE
@@ -88,7 +88,7 @@ def run_with_restarts(
         steps, seconds = joined(steps, outcome.steps), seconds + outcome.seconds
         again = attempt <= limit and is_infrastructure(outcome)
         if not again:
-            if limit and outcome.exit_code not in (0, 130):
+            if limit and outcome.exit_code not in (0, INTERRUPTED):
                 why = "all restarts are used up" if attempt > limit else "this is no failure of the infrastructure"
                 say(f"not started again: {why} (tim.restarts.limit={limit})")
             return dataclasses.replace(outcome, steps=steps, seconds=seconds, attempts=attempt)

@@ -22,15 +22,12 @@ from verl_tim.launch import restarts
 from verl_tim.launch.errors import Finding, LaunchError
 from verl_tim.launch.gpus import VISIBLE, Gpus, gpus_asked, visible_gpus
 from verl_tim.launch.matrix import Matrix, finished, record
-from verl_tim.launch.process import END_SECONDS, Outcome, Step, VerlProcess, end_trees, stop_requests
+from verl_tim.launch.process import END_SECONDS, INTERRUPTED, Outcome, Step, VerlProcess, end_trees, stop_requests
 from verl_tim.launch.run_folder import KEY, claim
 from verl_tim.training.config import joins_a_cluster
 
 TIME_IS_UP = 75
 """Exit code where nothing failed and runs are left: EX_TEMPFAIL of sysexits.h, come again."""
-
-INTERRUPTED = 130
-"""Exit code after Ctrl-C, SIGTERM or SIGHUP."""
 
 # Between two starts: Ray and verl pick free ports and open them later.
 _GAP_SECONDS = 5.0
