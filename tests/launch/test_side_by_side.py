@@ -454,3 +454,27 @@ def test_a_stop_while_models_are_made_is_an_interruption(tmp_path, monkeypatch, 
         result = CliRunner().invoke(app, [*words, "--at-once", "2", "--json"])
         assert result.exit_code == 130, result.output
         assert json.loads(result.stdout)["exit_code"] == 130
+
+
+def test_how_a_run_is_kept_going_makes_it_no_other(verl, tmp_path):
+    verl()
+    matrix, configs = matrix_of(tmp_path / "runs", "a")
+    run(matrix, configs)
+    (cell,) = matrix.cells
+    kept = (*cell.overrides, "tim.restarts.limit=2", "trainer.save_freq=50", "tim.run_dir='elsewhere'")
+    again = Matrix(matrix.recipe, matrix.folder, (Cell(cell.name, kept),))
+    assert prepared(again, lambda *_: pytest.fail("it has finished")) == {}
+
+
+def test_a_run_that_ended_well_is_not_removed_for_one_of_another_length(verl, tmp_path):
+    verl()
+    matrix, configs = matrix_of(tmp_path / "runs", "a")
+    run(matrix, configs)
+    (cell,) = matrix.cells
+    more = Matrix(matrix.recipe, matrix.folder, (Cell(cell.name, (*cell.overrides, "trainer.total_training_steps=9")),))
+    with pytest.raises(LaunchError, match=r"ended well with other overrides \(trainer.total_training_steps=9 now\)"):
+        prepared(more, lambda *_: configs["a"])
+    checkpoints = Path(configs["a"].trainer.default_local_dir)
+    checkpoints.mkdir()
+    (checkpoints / "latest_checkpointed_iteration.txt").write_text("2")
+    assert list(prepared(more, lambda *_: configs["a"])) == ["a"], "it goes on"

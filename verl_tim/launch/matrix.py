@@ -22,10 +22,16 @@ from verl_tim.launch.compose import RECIPE_KEY, compose_config, hydra_for
 from verl_tim.launch.errors import Finding, LaunchError
 from verl_tim.launch.process import INTERRUPTED
 from verl_tim.launch.recipes import Recipe, closest, find_recipe
+from verl_tim.launch.restarts import has_checkpoint
+from verl_tim.launch.run_folder import KEY, State, state_of
 
 RECORD = "matrix.json"
 _GROUP = re.compile(r"\+{0,2}matrix=")
 _GROUP_OF_TRACKERS = "tim.tracking.group="
+_KEEPING = re.compile(
+    r"tim\.run_dir | tim\.restarts\..* | tim\.launch\..* | trainer\.(save_freq | max_(actor|critic)_ckpt_to_keep)",
+    re.VERBOSE,
+)
 
 
 @dataclass(frozen=True)
@@ -47,7 +53,7 @@ class Cell:
 
     def is_in(self, record: Mapping[str, Sequence[str]]) -> bool:
         """Whether a record (`read_record`) says that this very run, wherever its folder lay, ended well."""
-        return record.get(self.name) == _wherever(self.words)
+        return record.get(self.name) == _deciding(self.words)
 
 
 @dataclass(frozen=True)
@@ -141,7 +147,10 @@ def prepared(matrix: Matrix, ready: Callable[[Recipe, Sequence[str]], DictConfig
         if cell.is_in(done):
             continue
         try:
-            configs[cell.name] = ready(cell.recipe or matrix.recipe, cell.overrides)
+            config = ready(cell.recipe or matrix.recipe, cell.overrides)
+            if cell.name in done:
+                _check_not_lost(cell, config, done[cell.name])
+            configs[cell.name] = config
         except LaunchError as error:
             for finding in error.findings:
                 problems.setdefault(finding, []).append(cell.name)
@@ -153,6 +162,28 @@ def prepared(matrix: Matrix, ready: Callable[[Recipe, Sequence[str]], DictConfig
             ]
         )
     return configs
+
+
+def _check_not_lost(cell: Cell, config: DictConfig, then: Sequence[str]) -> None:
+    """A run that ended well with other overrides goes on from its checkpoint; without one it would be begun anew, and
+    what it did removed.
+
+    Raises:
+        LaunchError: naming the overrides that differ.
+    """
+    state, _ = state_of(config, resumable=True)
+    if state is State.FREE or has_checkpoint(config):
+        return
+    now = _deciding(cell.words)
+    changed = [
+        *(f"{word} then" for word in then if word not in now),
+        *(f"{word} now" for word in now if word not in then),
+    ]
+    raise LaunchError.of(
+        KEY,
+        f"{config.tim.run_dir} holds a run that ended well with other overrides ({', '.join(changed)})",
+        f"give those, or another {KEY}, or remove that folder",
+    )
 
 
 def run_all(
@@ -193,8 +224,8 @@ def record(matrix: Matrix, name: str) -> None:
 
 
 def read_record(folder: Path) -> dict[str, list[str]]:
-    """Run -> its overrides, of those below a folder that ended well; where the folder lies is none of them, so that the
-    record may be carried to another machine.
+    """Run -> the overrides that decide what it computes, of those below a folder that ended well; where the folder lies
+    is none of them, so that the record may be carried to another machine.
 
     Raises:
         LaunchError: a damaged record.
@@ -204,10 +235,10 @@ def read_record(folder: Path) -> dict[str, list[str]]:
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        return {str(name): _wherever(words) for name, words in content.items()}
+        return {str(name): _deciding(words) for name, words in content.items()}
     except (ValueError, AttributeError, TypeError) as error:
         raise LaunchError.of(
-            "tim.run_dir",
+            KEY,
             f"{path}, which says what has finished, cannot be read ({error})",
             "mend it, or remove it to have those runs done again",
         ) from error
@@ -215,15 +246,15 @@ def read_record(folder: Path) -> dict[str, list[str]]:
 
 def write_record(folder: Path, content: Mapping[str, Sequence[str]]) -> None:
     """Replace the record of a folder, in one step: a full disk leaves the old one."""
-    lasting = {name: _wherever(words) for name, words in content.items()}
+    lasting = {name: _deciding(words) for name, words in content.items()}
     part = folder / f".{RECORD}.part"
     part.write_text(json.dumps(lasting, indent=2) + "\n", encoding="utf-8")
     part.replace(folder / RECORD)
 
 
-def _wherever(words: Sequence[str]) -> list[str]:
-    """Overrides without the place of the run's folder."""
-    return [word for word in words if not word.startswith("tim.run_dir=")]
+def _deciding(words: Sequence[str]) -> list[str]:
+    """The overrides that decide what a run computes: not where its folder is, nor how it is kept going."""
+    return [word for word in words if not _KEEPING.fullmatch(_key_of(word))]
 
 
 def _chosen(config: DictConfig) -> dict[str, list[str]]:

@@ -106,10 +106,15 @@ def again(config: DictConfig) -> DictConfig:
     folder = Path(config.tim.run_dir)
     if state_of(config, resumable=True)[0] not in (State.UNFINISHED, State.FINISHED):
         return config
-    if (Path(config.trainer.default_local_dir) / TRACKER).exists():
+    if has_checkpoint(config):
         return resuming(config)
     shutil.rmtree(folder)
     return config
+
+
+def has_checkpoint(config: DictConfig) -> bool:
+    """Whether the run's folder has one to go on from."""
+    return (Path(config.trainer.default_local_dir) / TRACKER).exists()
 
 
 def resuming(config: DictConfig) -> DictConfig:
@@ -118,12 +123,12 @@ def resuming(config: DictConfig) -> DictConfig:
     The checkpoint's step was validated, or was not to be, when it was written.
     """
     config = copy.deepcopy(config)
-    has_checkpoint = (Path(config.trainer.default_local_dir) / TRACKER).exists()
+    found = has_checkpoint(config)
     with open_dict(config):
         # a run that began from a checkpoint elsewhere, and wrote none yet, begins there again
-        if has_checkpoint or config.trainer.resume_mode == "disable":
+        if found or config.trainer.resume_mode == "disable":
             config.trainer.resume_mode = "auto"
-        if has_checkpoint:
+        if found:
             config.trainer.val_before_train = False
     return config
 
