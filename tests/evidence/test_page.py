@@ -174,6 +174,8 @@ def test_pack_and_unpack_and_what_cannot_be(runs, tmp_path):
     wrong = call("figure", "tial", runs)
     assert wrong.exit_code == 2
     assert "choose one of curves" in wrong.output
+    listed = " ".join(call("figure", "--help").output.replace("│", " ").split())
+    assert all(re.search(rf"\b{name}\b", listed) for name in PARTS)
     assert call("pack", tmp_path / "nowhere").exit_code == 2
 
 

@@ -478,3 +478,24 @@ def test_a_run_that_ended_well_is_not_removed_for_one_of_another_length(verl, tm
     checkpoints.mkdir()
     (checkpoints / "latest_checkpointed_iteration.txt").write_text("2")
     assert list(prepared(more, lambda *_: configs["a"])) == ["a"], "it goes on"
+
+
+def test_one_that_ends_just_before_the_time_is_up_has_finished(verl, tmp_path, monkeypatch):
+    verl(steps=2, pause=0.1)
+    monkeypatch.setattr(side_by_side, "_POLL_SECONDS", 3.0)  # nobody looks in between
+    matrix, configs = matrix_of(tmp_path / "runs", "a")
+    states, code, _ = run(matrix, configs, seconds=2.5)
+    assert (code, states["a"].state, states["a"].exit_code) == (0, State.FINISHED, 0)
+    assert set(finished(matrix)) == {"a"}
+
+
+def test_half_a_line_of_metrics_ends_nothing(verl, tmp_path):
+    """As a full disk leaves it, with the next line behind it."""
+    verl()
+    script = tmp_path / "verl.py"
+    broken = (
+        """    file.write('{"step": 1, "da{"step": 1, "data": {}}' + chr(10) + '7' + chr(10))\n    for step in range"""
+    )
+    script.write_text(script.read_text().replace("    for step in range", broken))
+    states, code, _ = run(*matrix_of(tmp_path / "runs", "a"))
+    assert (code, states["a"].steps) == (0, 2)

@@ -113,9 +113,9 @@ def _side_by_side(matrix: Matrix, limits: tuple[int, float | None], began: float
     Composing the runs, and making models and data, is part of the time, and is ended with it.
     """
     from verl_tim.commands.several import RunsProgress, runs_table
-    from verl_tim.launch.matrix import prepared
+    from verl_tim.launch.matrix import prepared, unfinished
     from verl_tim.launch.process import INTERRUPTED, TimeIsUp, stop_requests, within
-    from verl_tim.launch.side_by_side import TIME_IS_UP, run_side_by_side, waiting
+    from verl_tim.launch.side_by_side import TIME_IS_UP, at_first, run_side_by_side
     from verl_tim.launch.start import ready_of
 
     at_once, minutes = limits
@@ -137,7 +137,7 @@ def _side_by_side(matrix: Matrix, limits: tuple[int, float | None], began: float
         code = TIME_IS_UP
     except KeyboardInterrupt:
         code = INTERRUPTED
-    states = states or waiting(matrix)
+    states = states or at_first(matrix, {cell.name: None for cell in unfinished(matrix)})
     if as_json:
         print_json({"exit_code": code, "folder": str(matrix.folder), "runs": [state.to_dict() for state in states]})
     else:

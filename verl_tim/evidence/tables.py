@@ -10,9 +10,7 @@ from pathlib import Path
 from statistics import fmean
 
 import numpy as np
-import torch
 
-from verl_tim.correction import RolloutCorrectionConfig, correct
 from verl_tim.diagnosis.calibrate import calibrate
 from verl_tim.diagnosis.calibrate_page import bound
 from verl_tim.diagnosis.compare_table import changed
@@ -21,10 +19,11 @@ from verl_tim.diagnosis.dumped import Dumped
 from verl_tim.diagnosis.early_warning import SIGNALS, Departure
 from verl_tim.diagnosis.formats import percent, short
 from verl_tim.diagnosis.groups import Group
-from verl_tim.diagnosis.halves import CalibrationError, Half, part_of
+from verl_tim.diagnosis.halves import CalibrationError, part_of
 from verl_tim.diagnosis.metric_log import MetricLog
 from verl_tim.diagnosis.speed import Speed, speed
 from verl_tim.diagnosis.token_dump import TokenDumpError
+from verl_tim.evidence.effect import effect_of
 from verl_tim.evidence.names import BASELINE, MISMATCHING
 from verl_tim.evidence.runs import Evidence, Pair
 
@@ -128,7 +127,7 @@ def tail(evidence: Evidence) -> Table:
     return Table(columns, rows, notes)
 
 
-def place(evidence: Evidence) -> Table:
+def lengths(evidence: Evidence) -> Table:
     """|d| by length of the response, from the token dumps."""
     rows, notes = [], []
     for pair in evidence.pairs:
@@ -222,49 +221,6 @@ def rejected_in_training(evidence: Evidence) -> Table:
             rows.append((pair.name, group.name, _share(share), _share(sequences), *(_share(value) for value in signs)))
     columns = ("runs", "variant", "tokens rejected", "sequences", "of positive advantage", "of negative advantage")
     return Table(columns, rows, ["Means over steps and seeds."] if rows else [])
-
-
-@dataclass(frozen=True)
-class EffectOf:
-    """What a correction does to one set of sequences.
-
-    Attributes:
-        tokens, sequences: shares that are rejected (of sequences: those that lose a token).
-        cut: share of tokens whose weight the cap cuts.
-        skew: by sign of the advantage, the mean over kept tokens of -(exp(d) - w) A, added up: what weights w leave of
-            the contribution skew (w = 1 without weights).
-        effective: effective sample size of the weights on what is kept, as a share of all tokens.
-    """
-
-    tokens: float
-    sequences: float
-    cut: float | None
-    skew: float | None
-    effective: float
-
-
-def effect_of(preset: str, half: Half) -> EffectOf:
-    """What a named correction does to sequences of a run that did nothing about its mismatch."""
-    config = RolloutCorrectionConfig.from_mapping({"preset": preset})
-    result = correct(config, old_log_probs=half.old, rollout_log_probs=half.rollout, response_mask=half.mask)
-    kept = result.mask & half.mask
-    lost = half.mask & ~kept
-    delta = half.old.double() - half.rollout.double()
-    weights = torch.ones_like(delta) if result.weights is None else result.weights.double()
-    left = -(delta.exp() - weights) * half.advantages.double()
-    signs = [left[kept & chosen] for chosen in (half.advantages > 0, half.advantages < 0)]
-    w = weights[kept]
-    cut = None
-    if result.weights is not None:
-        # a weight is exp(d) in fp32 unless the cap, or a sequence's own weight, is in its place
-        cut = float(((weights - delta.exp()).abs() > 1e-5 * delta.exp())[kept].double().mean()) if w.numel() else 0.0
-    return EffectOf(
-        tokens=int(lost.sum()) / half.tokens,
-        sequences=float(lost.any(dim=-1).double().mean()),
-        cut=cut if config.rollout_is == "token" else None,
-        skew=float(sum(part.mean() for part in signs)) if all(part.numel() for part in signs) else None,
-        effective=float(w.sum() ** 2 / (w**2).sum()) / half.tokens if w.numel() and float((w**2).sum()) > 0 else 0.0,
-    )
 
 
 def thresholds(evidence: Evidence) -> Table:
@@ -468,7 +424,7 @@ def _placeless(text: str, evidence: Evidence) -> str:
 TABLES: dict[str, Callable[[Evidence], Table]] = {
     "first": first_to_leave,
     "tail": tail,
-    "length": place,
+    "length": lengths,
     "rejected": rejected,
     "rejected_in_training": rejected_in_training,
     "thresholds": thresholds,

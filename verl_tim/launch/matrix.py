@@ -143,9 +143,7 @@ def prepared(matrix: Matrix, ready: Callable[[Recipe, Sequence[str]], DictConfig
     done = finished(matrix)
     configs: dict[str, DictConfig] = {}
     problems: dict[Finding, list[str]] = {}
-    for cell in matrix.cells:
-        if cell.is_in(done):
-            continue
+    for cell in unfinished(matrix):
         try:
             config = ready(cell.recipe or matrix.recipe, cell.overrides)
             if cell.name in done:
@@ -210,6 +208,12 @@ def run_all(
         else:
             record(matrix, name)
     return failed
+
+
+def unfinished(matrix: Matrix) -> list[Cell]:
+    """The runs that are still to be done."""
+    done = finished(matrix)
+    return [cell for cell in matrix.cells if not cell.is_in(done)]
 
 
 def finished(matrix: Matrix) -> dict[str, list[str]]:

@@ -234,7 +234,7 @@ def _ignore(numbers: Iterable[signal.Signals]) -> None:
 
 
 class MetricsReader:
-    """Reads complete new lines of a growing metrics.jsonl."""
+    """Reads complete new lines of a growing metrics.jsonl, for who watches; what is no metrics line is passed over."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -249,8 +249,13 @@ class MetricsReader:
             block = stream.read()
         complete = block.rfind(b"\n") + 1
         self._offset += complete
-        records = [json.loads(line) for line in block[:complete].splitlines() if line.strip()]
-        return [Step(record["step"], record["data"]) for record in records]
+        steps = []
+        for line in block[:complete].splitlines():
+            # a full disk may leave half a line, and the next one behind it: whoever reads the run folder says so
+            with suppress(ValueError, KeyError, TypeError):
+                record = json.loads(line)
+                steps.append(Step(int(record["step"]), dict(record["data"])))
+        return steps
 
 
 def end_tree(child: subprocess.Popen) -> None:

@@ -160,20 +160,12 @@ class _Crew:
         on_change: Callable[[list[RunState]], None],
     ) -> None:
         self.matrix, self.at_once, self.on_change = matrix, at_once, on_change
-        self.began = time.monotonic()
-        self.deadline = None if seconds is None else self.began + seconds - _END_SECONDS
+        self.deadline = None if seconds is None else time.monotonic() + seconds - _END_SECONDS
         self.jobs = {name: _Job(config) for name, config in configs.items()}
         self.waiting = list(configs)
         self.longest = max((took(matrix.folder / name) for name in finished(matrix)), default=0.0)
-        self.of = {state.name: state for state in waiting(matrix)}
-        for name, config in configs.items():
-            self.of[name] = replace(
-                self.of[name],
-                state=State.WAITING,
-                total=config.trainer.total_training_steps,
-                exit_code=None,
-                earlier=False,
-            )
+        left = {name: config.trainer.total_training_steps for name, config in configs.items()}
+        self.of = {state.name: state for state in at_first(matrix, left)}
         self.gpus = Gpus(visible_gpus())
         self.last_start: float | None = None
 
@@ -199,6 +191,8 @@ class _Crew:
 
     def stop(self) -> None:
         """End what runs, with all its processes."""
+        for name in self._running():
+            self._look_at(name)  # one that has ended by itself since was not stopped
         running = self._running()
         if not running:
             return
@@ -294,13 +288,16 @@ class _Crew:
         self.on_change(self.states())
 
 
-def waiting(matrix: Matrix) -> list[RunState]:
-    """The state of every run before any is started."""
-    done = finished(matrix)
+def at_first(matrix: Matrix, left: Mapping[str, int | None]) -> list[RunState]:
+    """The state of every run before any is started.
+
+    Args:
+        left: those that are still to be done -> their last step, None where that is not known yet.
+    """
     return [
-        RunState(cell.name, matrix.folder / cell.name, State.FINISHED, 0, None, exit_code=0, earlier=True)
-        if cell.is_in(done)
-        else RunState(cell.name, matrix.folder / cell.name, State.WAITING, 0, None)
+        RunState(cell.name, matrix.folder / cell.name, State.WAITING, 0, left[cell.name])
+        if cell.name in left
+        else RunState(cell.name, matrix.folder / cell.name, State.FINISHED, 0, None, exit_code=0, earlier=True)
         for cell in matrix.cells
     ]
 
