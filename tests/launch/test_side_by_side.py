@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 
 from verl_tim.launch import process, side_by_side
 from verl_tim.launch.errors import LaunchError
-from verl_tim.launch.matrix import Cell, Matrix, finished, prepared
+from verl_tim.launch.matrix import Cell, Matrix, finished, held, prepared, run_all
 from verl_tim.launch.recipes import find_recipe
 from verl_tim.launch.side_by_side import TIME_IS_UP, State, run_side_by_side, took
 
@@ -499,3 +499,14 @@ def test_half_a_line_of_metrics_ends_nothing(verl, tmp_path):
     script.write_text(script.read_text().replace("    for step in range", broken))
     states, code, _ = run(*matrix_of(tmp_path / "runs", "a"))
     assert (code, states["a"].steps) == (0, 2)
+
+
+def test_a_folder_is_one_commands_at_a_time(verl, tmp_path):
+    verl()
+    matrix, configs = matrix_of(tmp_path / "runs", "a", "b")
+    with held(matrix):
+        for does in (lambda: run(matrix, configs), lambda: run_all(matrix, configs, lambda *_: 0, print)):
+            with pytest.raises(LaunchError, match="another command"):
+                does()
+    assert run(matrix, configs)[1] == 0
+    assert run_all(matrix, {}, lambda *_: 0, print) == 0

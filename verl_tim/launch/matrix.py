@@ -7,10 +7,12 @@ sweeper run them in one process; both come here.
 
 from __future__ import annotations
 
+import fcntl
 import fnmatch
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -26,6 +28,7 @@ from verl_tim.launch.restarts import has_checkpoint
 from verl_tim.launch.run_folder import KEY, State, state_of
 
 RECORD = "matrix.json"
+_LOCK = ".matrix.lock"
 _GROUP = re.compile(r"\+{0,2}matrix=")
 _GROUP_OF_TRACKERS = "tim.tracking.group="
 _KEEPING = re.compile(
@@ -195,19 +198,43 @@ def run_all(
 
     Returns:
         0, or the exit code of the first run that failed; 130 at once if one was interrupted.
+
+    Raises:
+        LaunchError: another command does runs of the matrix's folder.
     """
     failed = 0
-    for number, (name, config) in enumerate(configs.items(), start=1):
-        say(f"run {number} of {len(configs)}: {name}")
-        code = run(config, name)
-        if code == INTERRUPTED:
-            return code
-        if code:
-            say(f"{name} ended with exit code {code}; its log is in {config.tim.run_dir}")
-            failed = failed or code
-        else:
-            record(matrix, name)
+    with held(matrix):
+        for number, (name, config) in enumerate(configs.items(), start=1):
+            say(f"run {number} of {len(configs)}: {name}")
+            code = run(config, name)
+            if code == INTERRUPTED:
+                return code
+            if code:
+                say(f"{name} ended with exit code {code}; its log is in {config.tim.run_dir}")
+                failed = failed or code
+            else:
+                record(matrix, name)
     return failed
+
+
+@contextmanager
+def held(matrix: Matrix) -> Iterator[None]:
+    """The matrix's folder, for one command at a time: another would take a run under way for one that was cut off, and
+    begin it anew.
+
+    Raises:
+        LaunchError: another command does runs of this folder.
+    """
+    matrix.folder.mkdir(parents=True, exist_ok=True)
+    with (matrix.folder / _LOCK).open("a") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            problem = f"another command is doing runs of {matrix.folder}"
+            raise LaunchError.of(
+                KEY, problem, f"wait until it has ended, or give another folder: {KEY}=FOLDER"
+            ) from error
+        yield
 
 
 def unfinished(matrix: Matrix) -> list[Cell]:

@@ -21,7 +21,7 @@ from verl_tim.diagnosis.metric_log import RunFolderError, read_json_lines
 from verl_tim.launch import restarts
 from verl_tim.launch.errors import Finding, LaunchError
 from verl_tim.launch.gpus import VISIBLE, Gpus, gpus_asked, visible_gpus
-from verl_tim.launch.matrix import Matrix, finished, record
+from verl_tim.launch.matrix import Matrix, finished, held, record
 from verl_tim.launch.process import END_SECONDS, INTERRUPTED, Outcome, Step, VerlProcess, end_trees, stop_requests
 from verl_tim.launch.run_folder import KEY, claim
 from verl_tim.training.config import joins_a_cluster
@@ -121,7 +121,8 @@ def run_side_by_side(
         that could not be started), else `TIME_IS_UP`.
 
     Raises:
-        LaunchError: a config that joins a Ray cluster, where runs would take each other's places.
+        LaunchError: a config that joins a Ray cluster, where runs would take each other's places; another command that
+            does runs of the matrix's folder.
     """
     joining = [name for name, config in configs.items() if joins_a_cluster(config)]
     if joining and at_once > 1:
@@ -135,8 +136,8 @@ def run_side_by_side(
                 )
             ]
         )
-    crew = _Crew(matrix, configs, at_once, seconds, on_change)
-    with stop_requests() as ignore_more:
+    with held(matrix), stop_requests() as ignore_more:
+        crew = _Crew(matrix, configs, at_once, seconds, on_change)
         try:
             crew.work()
         except BaseException as error:
