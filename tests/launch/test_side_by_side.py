@@ -461,7 +461,7 @@ def test_how_a_run_is_kept_going_makes_it_no_other(verl, tmp_path):
     matrix, configs = matrix_of(tmp_path / "runs", "a")
     run(matrix, configs)
     (cell,) = matrix.cells
-    kept = (*cell.overrides, "tim.restarts.limit=2", "trainer.save_freq=50", "tim.run_dir='elsewhere'")
+    kept = ("data.seed=9", "tim.restarts.limit=2", *cell.overrides, "trainer.save_freq=50", "tim.run_dir='elsewhere'")
     again = Matrix(matrix.recipe, matrix.folder, (Cell(cell.name, kept),))
     assert prepared(again, lambda *_: pytest.fail("it has finished")) == {}
 

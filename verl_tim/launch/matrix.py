@@ -31,8 +31,12 @@ RECORD = "matrix.json"
 _LOCK = ".matrix.lock"
 _GROUP = re.compile(r"\+{0,2}matrix=")
 _GROUP_OF_TRACKERS = "tim.tracking.group="
+# Keys of a run's place, name and upkeep: they decide nothing of what it computes.
 _KEEPING = re.compile(
-    r"tim\.run_dir | tim\.restarts\..* | tim\.launch\..* | trainer\.(save_freq | max_(actor|critic)_ckpt_to_keep)",
+    r"""
+    tim\.(run_dir | tracking\..* | restarts\..* | launch\..*)
+    | trainer\.(experiment_name | project_name | save_freq | max_(actor|critic)_ckpt_to_keep)
+    """,
     re.VERBOSE,
 )
 
@@ -56,7 +60,7 @@ class Cell:
 
     def is_in(self, record: Mapping[str, Sequence[str]]) -> bool:
         """Whether a record (`read_record`) says that this very run, wherever its folder lay, ended well."""
-        return record.get(self.name) == _deciding(self.words)
+        return self.name in record and set(record[self.name]) == set(_deciding(self.words))
 
 
 @dataclass(frozen=True)
@@ -284,8 +288,8 @@ def write_record(folder: Path, content: Mapping[str, Sequence[str]]) -> None:
 
 
 def _deciding(words: Sequence[str]) -> list[str]:
-    """The overrides that decide what a run computes: not where its folder is, nor how it is kept going."""
-    return [word for word in words if not _KEEPING.fullmatch(_key_of(word))]
+    """The overrides that decide what a run computes; of one key the last, as Hydra takes them."""
+    return list({key: word for word in words if not _KEEPING.fullmatch(key := _key_of(word))}.values())
 
 
 def _chosen(config: DictConfig) -> dict[str, list[str]]:
