@@ -247,6 +247,15 @@ def test_the_command_takes_the_limits(tmp_path, monkeypatch):
     assert found["runs"][0]["state"] == "stopped"
     shown = CliRunner().invoke(app, [*words, "--minutes", "9"])
     assert "stopped" in shown.stdout
+    ended = [
+        side_by_side.RunState("a", tmp_path / "a", State.FAILED, 3, 20, 12.0, 7, cause=("ValueError: no",)),
+        side_by_side.RunState("b", tmp_path / "b", State.FAILED, 0, 20, cause=("tim.run_dir: is a file",)),
+    ]
+    monkeypatch.setattr(side_by_side, "run_side_by_side", lambda *_, **given: (asked.update(given), (ended, 7))[1])
+    shown = CliRunner().invoke(app, [*words, "--minutes", "9"])
+    said = " ".join(shown.stderr.split())
+    assert f"a ended with exit code 7 ValueError: no the whole log: {tmp_path / 'a' / 'train.log'}" in said
+    assert "b could not be started tim.run_dir: is a file" in said
     assert asked["at_once"] == 1
     alone = CliRunner().invoke(app, ["train", "recipe=cpu_grpo", "--at-once", "2"])
     assert alone.exit_code == 2

@@ -29,7 +29,7 @@ _ALONE = typer.Option(help="Runs of the same names that had the GPU to themselve
 @app.command("pack")
 def pack_command(
     runs: Annotated[Path, typer.Argument(metavar="RUNS", help="Folder of the runs.")],
-    out: Annotated[Path, typer.Option(help="Folder for evidence-1.tar.xz, ...")] = Path("archives"),
+    out: Annotated[Path, typer.Option(help="Folder for evidence-1.tar.xz, ...")] = Path("runs/archives"),
     mib: Annotated[float, typer.Option(min=0.01, help="Size of one archive, at most.")] = 15.0,
     files: Annotated[int, typer.Option(min=1, help="Archives, at most.")] = 4,
     used: Annotated[bool, typer.Option("--used", help="Of the metrics, only those that figures read.")] = False,

@@ -112,7 +112,7 @@ def _side_by_side(matrix: Matrix, limits: tuple[int, float | None], began: float
 
     Composing the runs, and making models and data, is part of the time, and is ended with it.
     """
-    from verl_tim.commands.several import RunsProgress, runs_table
+    from verl_tim.commands.several import RunsProgress, failures, runs_table
     from verl_tim.launch.matrix import prepared, unfinished
     from verl_tim.launch.process import INTERRUPTED, TimeIsUp, stop_requests, within
     from verl_tim.launch.side_by_side import TIME_IS_UP, at_first, run_side_by_side
@@ -142,6 +142,8 @@ def _side_by_side(matrix: Matrix, limits: tuple[int, float | None], began: float
         print_json({"exit_code": code, "folder": str(matrix.folder), "runs": [state.to_dict() for state in states]})
     else:
         stdout().print(runs_table(states, title=str(matrix.folder)))
+    for line in failures(states):
+        stderr().print(line, markup=False, soft_wrap=True)
     return code
 
 
