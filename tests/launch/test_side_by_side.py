@@ -519,3 +519,6 @@ def test_a_folder_is_one_commands_at_a_time(verl, tmp_path):
                 does()
     assert run(matrix, configs)[1] == 0
     assert run_all(matrix, {}, lambda *_: 0, print) == 0
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(LaunchError, match="cannot be taken"):
+        run(*matrix_of(tmp_path / "file", "a"))

@@ -12,7 +12,7 @@ import fnmatch
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -227,17 +227,20 @@ def held(matrix: Matrix) -> Iterator[None]:
     begin it anew.
 
     Raises:
-        LaunchError: another command does runs of this folder.
+        LaunchError: another command does runs of this folder, or it cannot be written to.
     """
-    matrix.folder.mkdir(parents=True, exist_ok=True)
-    with (matrix.folder / _LOCK).open("a") as stream:
+    with ExitStack() as stack:
         try:
+            matrix.folder.mkdir(parents=True, exist_ok=True)
+            stream = stack.enter_context((matrix.folder / _LOCK).open("a"))
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             problem = f"another command is doing runs of {matrix.folder}"
-            raise LaunchError.of(
-                KEY, problem, f"wait until it has ended, or give another folder: {KEY}=FOLDER"
-            ) from error
+            remedy = f"wait until it has ended, or give another folder: {KEY}=FOLDER"
+            raise LaunchError.of(KEY, problem, remedy) from error
+        except OSError as error:
+            remedy = f"give a folder that can be written to and locked: {KEY}=FOLDER"
+            raise LaunchError.of(KEY, f"{matrix.folder} cannot be taken: {error}", remedy) from error
         yield
 
 
