@@ -198,7 +198,7 @@ def test_a_damaged_archive_names_itself_and_nothing_is_written(tmp_path, damage)
 
 
 def test_what_ended_well_comes_along(tmp_path):
-    from verl_tim.launch.matrix import read_record, write_record
+    from verl_tim.launch.record import read_record, write_record
 
     root = write_matrix(tmp_path / "runs", variants=["vexact", "vllm_tis"], seeds=[1, 2], steps=5)
     words = ["recipe=evidence_grpo", "data.seed=1", f"tim.run_dir='{root}/{RUN}'"]

@@ -13,8 +13,9 @@ from verl_tim.launch import prepare
 from verl_tim.launch.checks import correction as check_correction
 from verl_tim.launch.compose import compose_config, hydra_for
 from verl_tim.launch.errors import LaunchError
-from verl_tim.launch.matrix import RECORD, Cell, Matrix, finished, matrix_of, prepared, record, run_all, unfinished
+from verl_tim.launch.matrix import Cell, Matrix, finished, matrix_of, prepared, record, run_all, unfinished
 from verl_tim.launch.recipes import RECIPES_PACKAGE, find_recipe
+from verl_tim.launch.record import RECORD
 
 NODE = "algorithm.rollout_correction"
 CAPS, BOUNDS = ("1.5", "2", "5"), ("0.0001", "0.001", "0.01")

@@ -15,8 +15,9 @@ from omegaconf import OmegaConf
 
 from verl_tim.launch import process, side_by_side
 from verl_tim.launch.errors import LaunchError
-from verl_tim.launch.matrix import Cell, Matrix, finished, held, prepared, run_all
+from verl_tim.launch.matrix import Cell, Matrix, finished, prepared, run_all
 from verl_tim.launch.recipes import find_recipe
+from verl_tim.launch.record import held
 from verl_tim.launch.side_by_side import TIME_IS_UP, State, run_side_by_side, took
 
 # A run: a grandchild that would outlive it, `steps` lines of metrics, and the exit code that its folder's name says.
@@ -513,7 +514,7 @@ def test_half_a_line_of_metrics_ends_nothing(verl, tmp_path):
 def test_a_folder_is_one_commands_at_a_time(verl, tmp_path):
     verl()
     matrix, configs = matrix_of(tmp_path / "runs", "a", "b")
-    with held(matrix):
+    with held(matrix.folder):
         for does in (lambda: run(matrix, configs), lambda: run_all(matrix, configs, lambda *_: 0, print)):
             with pytest.raises(LaunchError, match="another command"):
                 does()

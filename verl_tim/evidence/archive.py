@@ -26,7 +26,7 @@ from verl_tim.diagnosis.token_dump import FOLDER, dumped_steps
 from verl_tim.evidence.names import RunName
 from verl_tim.evidence.runs import EvidenceError, found_in
 from verl_tim.evidence.used import thinned
-from verl_tim.launch.matrix import RECORD, read_record, write_record
+from verl_tim.launch.record import RECORD, read_record, write_record
 from verl_tim.launch.restarts import ATTEMPTS
 
 STEM = "evidence"

@@ -7,12 +7,9 @@ sweeper run them in one process; both come here.
 
 from __future__ import annotations
 
-import fcntl
 import fnmatch
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -24,21 +21,12 @@ from verl_tim.launch.compose import RECIPE_KEY, compose_config, hydra_for
 from verl_tim.launch.errors import Finding, LaunchError
 from verl_tim.launch.process import INTERRUPTED
 from verl_tim.launch.recipes import Recipe, closest, find_recipe
+from verl_tim.launch.record import deciding, held, key_of, read_record, write_record
 from verl_tim.launch.restarts import has_checkpoint
 from verl_tim.launch.run_folder import KEY, State, state_of
 
-RECORD = "matrix.json"
-_LOCK = ".matrix.lock"
 _GROUP = re.compile(r"\+{0,2}matrix=")
 _GROUP_OF_TRACKERS = "tim.tracking.group="
-# Keys of a run's place, name and upkeep: they decide nothing of what it computes.
-_KEEPING = re.compile(
-    r"""
-    tim\.(run_dir | tracking\..* | restarts\..* | launch\..*)
-    | trainer\.(experiment_name | project_name | save_freq | max_(actor|critic)_ckpt_to_keep)
-    """,
-    re.VERBOSE,
-)
 
 
 @dataclass(frozen=True)
@@ -60,7 +48,7 @@ class Cell:
 
     def is_in(self, record: Mapping[str, Sequence[str]]) -> bool:
         """Whether a record (`read_record`) says that this very run, wherever its folder lay, ended well."""
-        return self.name in record and set(record[self.name]) == set(_deciding(self.words))
+        return self.name in record and set(record[self.name]) == set(deciding(self.words))
 
 
 @dataclass(frozen=True)
@@ -126,16 +114,12 @@ def _with_own_sweep(config: DictConfig, swept: Sequence[str], common: Sequence[s
     own: Any = OmegaConf.to_container(OmegaConf.select(config, "tim.sweep") or OmegaConf.create({}), resolve=True)
     added, left = [], list(common)
     for key, values in own.items():
-        if any(_key_of(word) == key for word in swept):
+        if any(key_of(word) == key for word in swept):
             continue
-        said = [word for word in left if _key_of(word) == key]
+        said = [word for word in left if key_of(word) == key]
         left = [word for word in left if word not in said]
         added.append(said[-1] if said else f"{key}={','.join(map(str, values))}")
     return [*swept, *added], left
-
-
-def _key_of(word: str) -> str:
-    return word.lstrip("+").partition("=")[0]
 
 
 def prepared(matrix: Matrix, ready: Callable[[Recipe, Sequence[str]], DictConfig]) -> dict[str, DictConfig]:
@@ -179,7 +163,7 @@ def _check_not_lost(cell: Cell, config: DictConfig, then: Sequence[str]) -> None
     state, _ = state_of(config, resumable=True)
     if state is State.FREE or has_checkpoint(config):
         return
-    now = _deciding(cell.words)
+    now = deciding(cell.words)
     changed = [
         *(f"{word} then" for word in then if word not in now),
         *(f"{word} now" for word in now if word not in then),
@@ -207,7 +191,7 @@ def run_all(
         LaunchError: another command does runs of the matrix's folder.
     """
     failed = 0
-    with held(matrix):
+    with held(matrix.folder):
         for number, (name, config) in enumerate(configs.items(), start=1):
             say(f"run {number} of {len(configs)}: {name}")
             code = run(config, name)
@@ -219,29 +203,6 @@ def run_all(
             else:
                 record(matrix, name)
     return failed
-
-
-@contextmanager
-def held(matrix: Matrix) -> Iterator[None]:
-    """The matrix's folder, for one command at a time: another would take a run under way for one that was cut off, and
-    begin it anew.
-
-    Raises:
-        LaunchError: another command does runs of this folder, or it cannot be written to.
-    """
-    with ExitStack() as stack:
-        try:
-            matrix.folder.mkdir(parents=True, exist_ok=True)
-            stream = stack.enter_context((matrix.folder / _LOCK).open("a"))
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            problem = f"another command is doing runs of {matrix.folder}"
-            remedy = f"wait until it has ended, or give another folder: {KEY}=FOLDER"
-            raise LaunchError.of(KEY, problem, remedy) from error
-        except OSError as error:
-            remedy = f"give a folder that can be written to and locked: {KEY}=FOLDER"
-            raise LaunchError.of(KEY, f"{matrix.folder} cannot be taken: {error}", remedy) from error
-        yield
 
 
 def unfinished(matrix: Matrix) -> list[Cell]:
@@ -259,40 +220,6 @@ def record(matrix: Matrix, name: str) -> None:
     """Remember that a run ended well."""
     (words,) = (cell.words for cell in matrix.cells if cell.name == name)
     write_record(matrix.folder, {**finished(matrix), name: words})
-
-
-def read_record(folder: Path) -> dict[str, list[str]]:
-    """Run -> the overrides that decide what it computes, of those below a folder that ended well; where the folder lies
-    is none of them, so that the record may be carried to another machine.
-
-    Raises:
-        LaunchError: a damaged record.
-    """
-    path = folder / RECORD
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        return {str(name): _deciding(words) for name, words in content.items()}
-    except (ValueError, AttributeError, TypeError) as error:
-        raise LaunchError.of(
-            KEY,
-            f"{path}, which says what has finished, cannot be read ({error})",
-            "mend it, or remove it to have those runs done again",
-        ) from error
-
-
-def write_record(folder: Path, content: Mapping[str, Sequence[str]]) -> None:
-    """Replace the record of a folder, in one step: a full disk leaves the old one."""
-    lasting = {name: _deciding(words) for name, words in content.items()}
-    part = folder / f".{RECORD}.part"
-    part.write_text(json.dumps(lasting, indent=2) + "\n", encoding="utf-8")
-    part.replace(folder / RECORD)
-
-
-def _deciding(words: Sequence[str]) -> list[str]:
-    """The overrides that decide what a run computes; of one key the last, as Hydra takes them."""
-    return list({key: word for word in words if not _KEEPING.fullmatch(key := _key_of(word))}.values())
 
 
 def _chosen(config: DictConfig) -> dict[str, list[str]]:
