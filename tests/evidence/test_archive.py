@@ -310,3 +310,8 @@ def test_a_folder_without_runs_says_what_to_give(tmp_path):
         found_in(tmp_path / "missing")
     with pytest.raises(EvidenceError, match="holds no run of"):
         found_in(tmp_path)
+    (tmp_path / RUN).write_text("a file with a run's name")
+    (tmp_path / RUN.replace("=1", "=2")).mkdir()
+    (tmp_path / "notes").mkdir()
+    with pytest.raises(EvidenceError, match="holds no run of"):
+        found_in(tmp_path)
