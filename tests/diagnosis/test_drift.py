@@ -132,13 +132,32 @@ def test_pull_is_the_size_of_the_advantages_by_sign():
     ("other", "base", "pull", "message"),
     [
         ({}, {"seeds": 1}, PULL, "one run has no seed band"),
-        ({"steps": 12}, {}, PULL, "12 steps in common"),
+        ({"steps": 12}, {}, PULL, "12 steps that all its runs"),
         ({}, {}, 0.0, "pull is 0.0"),
     ],
 )
 def test_what_allows_no_estimate_is_said(other, base, pull, message):
     with pytest.raises(DriftError, match=message):
         forecast(group("vllm", learning, **other), group("vexact", learning, **base), pull=pull)
+
+
+def test_a_seed_that_ends_early_makes_no_drift(baseline):
+    """Its reward lies below the others', so the mean of those that are left is higher."""
+    low = group("vllm", lambda s: learning(s) - 0.05, seeds=1, seed=2, noise=1e-3).logs[0]
+    others = group("vllm", lambda s: learning(s) + 0.025, seeds=2, seed=3, noise=1e-3).logs
+    ended = MetricLog([record for record in low.records if record.step <= 120])
+    found = forecast(Group("vllm", (0, 1, 2), (ended, *others)), baseline, pull=PULL)
+    assert found.steps == 120
+    assert abs(found.gap) < 0.005
+    assert not found.parted
+    whole = forecast(Group("vllm", (0, 1, 2), (low, *others)), baseline, pull=PULL)
+    assert whole.gap == pytest.approx(found.gap, abs=0.01)
+
+
+def test_a_reward_that_is_not_finite_ends_what_is_compared(baseline):
+    logs = group("vllm", learning, seed=2).logs
+    broken = MetricLog([r if r.step <= 100 else Record(r.step, {SKEW[0]: 0.0}, (REWARD[0],)) for r in logs[0].records])
+    assert forecast(Group("vllm", (0, 1, 2), (broken, *logs[1:])), baseline, pull=PULL).steps == 100
 
 
 def test_a_run_without_skew_is_refused(baseline):

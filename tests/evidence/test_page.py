@@ -67,6 +67,91 @@ def test_a_setting_that_differs_is_said(tmp_path):
     assert "`actor_rollout_ref.actor.optim.lr`" in text
 
 
+@pytest.fixture
+def two(tmp_path):
+    """A pair of two variants and two seeds, 30 steps."""
+    return write_matrix(tmp_path / "runs", variants=["vexact", "vllm_recompute"], steps=30)
+
+
+def edit(folder, change):
+    """Change each metrics line in place."""
+    path = folder / "metrics.jsonl"
+    entries = [json.loads(line) for line in path.read_text().splitlines()]
+    for entry in entries:
+        change(entry)
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+
+
+def test_a_run_that_ended_early_is_said_with_its_cause(two):
+    assert "Ended early" not in render(Evidence.read(two))
+    for seed, step, attempt in ((1, 12, {"exit_code": 130}), (2, 21, {"exit_code": 1, "cause": ["GateError: stop"]})):
+        folder = two / f"dense-grpo-vllm_recompute-data.seed={seed}"
+        path = folder / "metrics.jsonl"
+        path.write_text("".join(path.read_text().splitlines(keepends=True)[: step + 1]))
+        (folder / "attempts.jsonl").write_text(json.dumps({"attempt": 1, "seconds": 1.0, **attempt}) + "\n")
+    text = render(Evidence.read(two))
+    assert "2 of 60 runs finished" in text
+    assert "`dense-grpo-vllm_recompute-data.seed=1` at step 12 of 30 (stopped)" in text
+    assert "`dense-grpo-vllm_recompute-data.seed=2` at step 21 of 30 (GateError: stop)" in text
+    assert "12 steps that all its runs" in text, "no forecast from what is left of two seeds"
+
+
+def test_values_that_are_not_finite_are_said(two):
+    def change(entry):
+        if entry["step"] > 25:
+            entry["data"] |= {"critic/score/mean": None, "actor/lr": None}
+
+    edit(two / "dense-grpo-vllm_recompute-data.seed=2", change)
+    text = render(Evidence.read(two))
+    assert "`dense-grpo-vllm_recompute-data.seed=2` `critic/score/mean` at 5 steps, first at 26" in text
+    assert "actor/lr" not in text, "no figure reads it"
+
+
+def test_what_could_not_be_compared_is_said(two):
+    (two / "dense-grpo-vllm_recompute-data.seed=1" / "manifest.json").unlink()
+    text = render(Evidence.read(two))
+    assert "No manifest in dense-grpo-vllm_recompute-data.seed=1" in text
+
+
+def test_damaged_dumps_take_the_place_of_what_they_would_have_shown(two):
+    for variant in ("vexact", "vllm_recompute"):
+        for path in (two / f"dense-grpo-{variant}-data.seed=1" / "tokens").iterdir():
+            path.write_bytes(path.read_bytes()[:300])
+    text = render(Evidence.read(two))
+    assert text.count("step_000001.parquet cannot be read") == 4, "forecast, lengths, corrections, thresholds"
+    assert str(two) not in text
+
+
+def test_the_steps_of_the_page_are_those_of_the_recipes():
+    from verl_tim.evidence.page import planned_steps
+
+    assert f", {planned_steps()} steps, seeds 1, 2, 3" in render(Evidence.read(None))
+
+
+def test_the_sizes_of_the_page_are_those_of_the_models():
+    import torch
+    from omegaconf import OmegaConf
+
+    from verl_tim.tasks.architectures import init_model, resolve_shape
+
+    text = render(Evidence.read(None))
+    for name, said in (("evidence_qwen3", "25.4 M"), ("evidence_qwen3_moe", "42.8 M")):
+        model = OmegaConf.load(ROOT / "configs" / "model" / f"{name}.yaml").tim.model
+        shape = resolve_shape(model.kind, OmegaConf.to_container(model.shape))
+        with torch.device("meta"):
+            made = init_model(model.kind, shape, eos_token_id=0, pad_token_id=1, seed=0)
+        assert f"{made.num_parameters() / 1e6:.1f} M" == said
+        assert said in text
+
+
+def test_places_that_cannot_be_written_name_the_option(runs, tmp_path):
+    (tmp_path / "file").write_text("x")
+    for words in (["page", runs], ["figure", "tail", runs], ["pack", runs, "--dump-steps", "0"]):
+        result = call(*words, "--out", tmp_path / "file" / "out")
+        assert result.exit_code == 2, result.output
+        assert "--out: cannot write" in result.output
+
+
 def test_a_command_for_each_part(evidence, runs, tmp_path):
     commands = README.read_text()
     for name in PARTS:
@@ -89,6 +174,8 @@ def test_pack_and_unpack_and_what_cannot_be(runs, tmp_path):
     wrong = call("figure", "tial", runs)
     assert wrong.exit_code == 2
     assert "choose one of curves" in wrong.output
+    listed = " ".join(call("figure", "--help").output.replace("│", " ").split())
+    assert all(re.search(rf"\b{name}\b", listed) for name in PARTS)
     assert call("pack", tmp_path / "nowhere").exit_code == 2
 
 

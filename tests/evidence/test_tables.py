@@ -10,9 +10,10 @@ from tests.diagnosis.fake_dumps import normal, one_sign, write_dumps
 from tests.evidence.conftest import write_matrix
 from verl_tim.diagnosis.dumped import Dumped
 from verl_tim.diagnosis.halves import part_of
+from verl_tim.evidence.effect import effect_of
 from verl_tim.evidence.names import VARIANTS, RunName
 from verl_tim.evidence.runs import Evidence
-from verl_tim.evidence.tables import Table, effect_of, first_to_leave, forecasts, place, speeds, tail, thresholds
+from verl_tim.evidence.tables import Table, first_to_leave, forecasts, lengths, speeds, tail, thresholds
 
 
 @pytest.fixture(scope="module")
@@ -34,11 +35,12 @@ def test_runs_are_grouped_by_name(evidence):
     assert len(evidence.finished) == 10
 
 
-def test_a_name_is_its_place():
+def test_a_name_is_its_lengths():
     name = RunName("moe", "reinforce", "vllm_tis", 3)
     assert RunName.parse(str(name)) == name
     assert RunName.parse("dense-grpo-vexact") is None
     assert RunName.parse("compare") is None
+    assert RunName.parse("dense-grpo-<b>-data.seed=1") is None, "it is written into a page"
 
 
 def test_signals_leave_an_exact_band_at_once_and_the_reward_stays(evidence):
@@ -70,7 +72,7 @@ def test_a_step_counts_by_its_tokens(tmp_path):
 
 
 def test_lengths_come_from_the_dumps(evidence):
-    found = place(evidence)
+    found = lengths(evidence)
     assert {row[1] for row in found.rows} == {"vllm_recompute", "vllm_tis", "vllm_invariant"}
     assert any("vllm_bypass" in note for note in found.notes), "its trainer scored nothing"
     tokens = sum(int(row[3].replace(",", "")) for row in found.rows if row[1] == "vllm_tis")
@@ -153,6 +155,14 @@ def test_without_an_exact_run_there_is_no_band(tmp_path):
     assert first_to_leave(evidence).rows == []
     assert "no exact run" in first_to_leave(evidence).markdown()
     assert forecasts(evidence).rows == []
+    assert "no exact run" in forecasts(evidence).markdown()
+
+
+def test_responses_of_one_length_are_one_row(tmp_path):
+    root = write_matrix(tmp_path, variants=["vexact", "vllm_recompute"], seeds=[1], steps=4)
+    write_dumps(root / "dense-grpo-vllm_recompute-data.seed=1", normal(0.01), steps=2, lengths=(7, 8))
+    (row,) = lengths(Evidence.read(root)).rows
+    assert row[2:4] == ("7", f"{2 * 128 * 7:,}")
 
 
 def test_markdown_keeps_bars_inside_cells():

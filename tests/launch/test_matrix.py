@@ -13,8 +13,9 @@ from verl_tim.launch import prepare
 from verl_tim.launch.checks import correction as check_correction
 from verl_tim.launch.compose import compose_config, hydra_for
 from verl_tim.launch.errors import LaunchError
-from verl_tim.launch.matrix import RECORD, Cell, Matrix, finished, matrix_of, prepared, run_all
+from verl_tim.launch.matrix import Cell, Matrix, finished, matrix_of, prepared, record, run_all, unfinished
 from verl_tim.launch.recipes import RECIPES_PACKAGE, find_recipe
+from verl_tim.launch.record import RECORD
 
 NODE = "algorithm.rollout_correction"
 CAPS, BOUNDS = ("1.5", "2", "5"), ("0.0001", "0.001", "0.01")
@@ -299,3 +300,18 @@ def test_two_runs_of_a_plain_verl_multirun(tmp_path):
     again = plain_verl(tmp_path, *words)
     assert again.returncode == 0
     assert "run 1 of" not in again.stderr
+
+
+def test_a_record_is_that_of_the_same_runs_in_a_folder_of_any_name(tmp_path):
+    asked = ["+matrix=evidence", "tim.only=dense-grpo-*", "data.seed=1,2"]
+    here, there = (matrix_of(find_recipe("evidence_grpo"), [*asked, f"tim.run_dir={tmp_path / name}"]) for name in "ab")
+    here.folder.mkdir()
+    there.folder.mkdir()
+    for cell in here.cells[:7]:
+        record(here, cell.name)
+    (here.folder / RECORD).rename(there.folder / RECORD)
+    assert [cell.name for cell in unfinished(there)] == [cell.name for cell in here.cells[7:]]
+    longer = matrix_of(
+        find_recipe("evidence_grpo"), [*asked, f"tim.run_dir={there.folder}", "trainer.total_training_steps=7"]
+    )
+    assert len(unfinished(longer)) == len(longer.cells), "another length is another run"

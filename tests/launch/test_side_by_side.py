@@ -1,5 +1,6 @@
 """Several runs at once: as many as asked for, within the time, each to its end or cleanly ended, and none twice."""
 
+import errno
 import json
 import os
 import signal
@@ -14,17 +15,19 @@ from omegaconf import OmegaConf
 
 from verl_tim.launch import process, side_by_side
 from verl_tim.launch.errors import LaunchError
-from verl_tim.launch.matrix import Cell, Matrix, finished
+from verl_tim.launch.matrix import Cell, Matrix, finished, prepared, run_all
 from verl_tim.launch.recipes import find_recipe
+from verl_tim.launch.record import held
 from verl_tim.launch.side_by_side import TIME_IS_UP, State, run_side_by_side, took
 
 # A run: a grandchild that would outlive it, `steps` lines of metrics, and the exit code that its folder's name says.
 VERL = """
-import json, subprocess, sys, time
+import json, os, subprocess, sys, time
 from pathlib import Path
 folder = Path(sys.argv[1])
 steps, pause = int(sys.argv[2]), float(sys.argv[3])
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+(folder / "gpus").write_text(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
 (folder / "pids").write_text(f"{child.pid}")
 (folder / "span").write_text(f"{time.time()}")
 with open(folder / "metrics.jsonl", "a", buffering=1) as file:
@@ -75,6 +78,7 @@ def matrix_of(root: Path, *names: str, save_freq=-1, restarts=0, **ray):
                     "default_local_dir": str(root / name / "checkpoints"),
                     "total_training_steps": 2,
                     "save_freq": save_freq,
+                    "device": "cpu",
                 },
                 "ray_kwargs": {"ray_init": ray},
             }
@@ -244,6 +248,278 @@ def test_the_command_takes_the_limits(tmp_path, monkeypatch):
     assert found["runs"][0]["state"] == "stopped"
     shown = CliRunner().invoke(app, [*words, "--minutes", "9"])
     assert "stopped" in shown.stdout
+    ended = [
+        side_by_side.RunState("a", tmp_path / "a", State.FAILED, 3, 20, 12.0, 7, cause=("ValueError: no",)),
+        side_by_side.RunState("b", tmp_path / "b", State.FAILED, 0, 20, cause=("tim.run_dir: is a file",)),
+    ]
+    monkeypatch.setattr(side_by_side, "run_side_by_side", lambda *_, **given: (asked.update(given), (ended, 7))[1])
+    shown = CliRunner().invoke(app, [*words, "--minutes", "9"])
+    said = " ".join(shown.stderr.split())
+    assert f"a ended with exit code 7 ValueError: no the whole log: {tmp_path / 'a' / 'train.log'}" in said
+    assert "b could not be started tim.run_dir: is a file" in said
     assert asked["at_once"] == 1
     alone = CliRunner().invoke(app, ["train", "recipe=cpu_grpo", "--at-once", "2"])
     assert alone.exit_code == 2
+
+
+def test_a_run_that_cannot_be_started_keeps_none_from_running(verl, tmp_path):
+    verl()
+    root = tmp_path / "runs"
+    matrix, configs = matrix_of(root, "a", "b", "c")
+    root.mkdir()
+    (root / "b").write_text("a file in the place of its folder")
+    states, code, _ = run(matrix, configs, at_once=1)
+    assert code == 1
+    assert [state.state for state in states.values()] == [State.FINISHED, State.FAILED, State.FINISHED]
+    assert "is a file" in states["b"].cause[0]
+    assert states["b"].exit_code is None
+    (root / "b").unlink()
+    left = {name: config for name, config in configs.items() if name not in finished(matrix)}
+    states, code, _ = run(matrix, left)
+    assert (code, states["b"].state, states["a"].earlier) == (0, State.FINISHED, True)
+
+
+def test_a_run_that_failed_is_done_again_the_next_time(verl, tmp_path):
+    verl()
+    matrix, configs = matrix_of(tmp_path / "runs", "bad", "a")
+    assert run(matrix, configs)[1] == 7
+    left = {name: config for name, config in configs.items() if name not in finished(matrix)}
+    assert list(left) == ["bad"]
+    states, code, _ = run(matrix, left)
+    assert (code, states["bad"].exit_code, states["bad"].steps) == (7, 7, 2)
+    assert len((tmp_path / "runs" / "bad" / "attempts.jsonl").read_text().splitlines()) == 1, "its folder is new"
+
+
+@pytest.fixture
+def no_room(monkeypatch):
+    """The lists of what has ended cannot be written."""
+
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(side_by_side, "record", refuse)
+    monkeypatch.setattr(side_by_side.restarts, "record", refuse)
+
+
+def test_a_full_disk_ends_nothing_but_is_said(verl, tmp_path, no_room):
+    verl()
+    states, code, _ = run(*matrix_of(tmp_path / "runs", "a", "b"), at_once=1)
+    assert [state.steps for state in states.values()] == [2, 2], "both ran to their end"
+    assert all("No space left" in state.cause[-1] for state in states.values())
+    assert code == 0
+
+
+def test_while_nothing_has_finished_no_run_is_begun_that_would_have_less_time_than_those_under_way(verl, tmp_path):
+    verl(steps=2, pause=30)
+    matrix, configs = matrix_of(tmp_path / "runs", "a", "bad", "c")
+    (tmp_path / "quick.py").write_text("import sys, time; time.sleep(1.5); sys.exit(7)")
+    slow = process.verl_command
+
+    def command(folder):
+        return [sys.executable, str(tmp_path / "quick.py")] if folder.name == "bad" else slow(folder)
+
+    process.verl_command = command  # `verl` restores it
+    states, code, _ = run(matrix, configs, at_once=2, seconds=2.9)
+    assert [state.state for state in states.values()] == [State.STOPPED, State.FAILED, State.WAITING]
+    assert code == 7
+
+
+def test_the_end_has_the_time_that_ending_takes():
+    assert process.END_SECONDS >= process._GRACE_SECONDS + 2 * process._FORCE_SECONDS
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "named"),
+    [
+        ("matrix.json", '{"a": ["data.s', "matrix.json"),
+        ("matrix.json", "[1]", "matrix.json"),
+        ("a/attempts.jsonl", 'no JSON\n{"seconds": 1}\n', "attempts.jsonl"),
+        ("a/attempts.jsonl", '{"attempt": 1}\n', "attempts.jsonl"),
+    ],
+)
+def test_a_damaged_record_names_itself(verl, tmp_path, file, content, named):
+    verl()
+    root = tmp_path / "runs"
+    matrix, configs = matrix_of(root, "a", "b")
+    run(matrix, {"a": configs["a"]})
+    (root / file).write_text(content)
+    with pytest.raises(LaunchError, match=named):
+        run(matrix, {"b": configs["b"]})
+
+
+def test_a_record_that_a_full_disk_cut_off_is_read_up_to_there_and_goes_on(tmp_path):
+    from verl_tim.launch.process import Outcome
+    from verl_tim.launch.restarts import ATTEMPTS, record
+
+    (tmp_path / ATTEMPTS).write_text('{"attempt": 1, "seconds": 2.5}\n{"attempt": 2, "sec')
+    assert took(tmp_path) == 2.5
+    record(tmp_path, Outcome(0, 4.0, (), tmp_path / "log", ()))
+    entries = [json.loads(line) for line in (tmp_path / ATTEMPTS).read_text().splitlines()]
+    assert [entry["attempt"] for entry in entries] == [1, 2]
+    assert took(tmp_path) == 6.5
+
+
+def test_what_has_finished_stays_so_in_another_place(verl, tmp_path):
+    verl()
+    here, configs = matrix_of(tmp_path / "runs", "a", "b")
+    run(here, {"a": configs["a"]})
+    there, _ = matrix_of(tmp_path / "elsewhere", "a", "b")
+    there.folder.mkdir()
+    (here.folder / "matrix.json").rename(there.folder / "matrix.json")
+    left = []
+    prepared(there, lambda recipe, overrides: left.append(overrides) or configs["b"])
+    assert left == [there.cells[1].overrides]
+
+
+def placed(root):
+    return {path.parent.name: path.read_text() for path in root.glob("*/gpus")}
+
+
+def on_gpus(configs, device="cuda", count=1):
+    for config in configs.values():
+        config.trainer.device = device
+        config.ray_kwargs.ray_init.num_gpus = count
+    return configs
+
+
+def test_each_run_sees_the_gpus_with_the_fewest_runs_alone(verl, tmp_path, monkeypatch):
+    verl(steps=2, pause=0.3)
+    monkeypatch.setattr(side_by_side, "visible_gpus", lambda: ("2", "GPU-5f"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,GPU-5f")
+    root = tmp_path / "runs"
+    matrix, configs = matrix_of(root, "a", "b", "c", "d", "e")
+    states, code, seen = run(matrix, on_gpus(configs), at_once=4)
+    assert code == 0
+    found = placed(root)
+    assert [found[name] for name in "abcd"] == ["2", "GPU-5f", "2", "GPU-5f"]
+    assert states["b"].to_dict()["gpus"] == ["GPU-5f"]
+    for now in seen:
+        busy = [state.gpus for state in now if state.state is State.RUNNING]
+        assert all(busy.count((gpu,)) <= 2 for gpu in ("2", "GPU-5f"))
+
+
+def test_a_place_that_is_free_again_is_the_next_ones(verl, tmp_path, monkeypatch):
+    """At the same number of runs on each GPU, the one whose run ended first gets the next."""
+    verl(steps=1, pause=0.2)
+    monkeypatch.setattr(side_by_side, "visible_gpus", lambda: ("0", "1"))
+    matrix, configs = matrix_of(tmp_path / "runs", "slow", "b", "bad", "d")
+    quick = process.verl_command
+    process.verl_command = lambda folder: [*quick(folder)[:-1], "2.5" if folder.name == "slow" else "0.2"]
+    _, code, _ = run(matrix, on_gpus(configs), at_once=2)
+    assert code == 7
+    assert placed(tmp_path / "runs") == {"slow": "0", "b": "1", "bad": "1", "d": "1"}
+
+
+def test_runs_on_cpus_and_machines_without_gpus_are_left_as_they_are(verl, tmp_path, monkeypatch):
+    verl()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setattr(side_by_side, "visible_gpus", lambda: ("0", "1"))
+    matrix, configs = matrix_of(tmp_path / "cpu", "a")
+    run(matrix, on_gpus(configs, "cpu"))
+    assert placed(tmp_path / "cpu") == {"a": "0,1"}
+    monkeypatch.setattr(side_by_side, "visible_gpus", lambda: ())
+    matrix, configs = matrix_of(tmp_path / "none", "a")
+    run(matrix, on_gpus(configs))
+    assert placed(tmp_path / "none") == {"a": "0,1"}
+
+
+def test_time_that_is_up_while_models_are_made_ends_that_too(tmp_path, monkeypatch):
+    from typer.testing import CliRunner
+
+    from verl_tim.cli import app
+    from verl_tim.launch import start
+
+    left_behind = []
+
+    def endless(config, folder_is_free):
+        try:
+            for _ in range(600):
+                time.sleep(0.1)
+        except Exception:
+            pytest.fail("taken for a failure")
+        finally:
+            left_behind.append("cleared")
+
+    monkeypatch.setattr(start, "make_ready", endless)
+    words = ["train", "recipe=cpu_grpo", "+matrix=paper", "tim.only=vexact", f"tim.run_dir={tmp_path}"]
+    began = time.monotonic()
+    result = CliRunner().invoke(app, [*words, "--minutes", "0.1", "--json"])
+    assert time.monotonic() - began < 30
+    assert result.exit_code == TIME_IS_UP, result.output
+    assert left_behind == ["cleared"]
+    found = json.loads(result.stdout)
+    assert [run["state"] for run in found["runs"]] == ["waiting"]
+    assert "before the first run" in result.stderr
+
+
+def test_a_stop_while_models_are_made_is_an_interruption(tmp_path, monkeypatch, heard_interrupts):
+    from typer.testing import CliRunner
+
+    from verl_tim.cli import app
+    from verl_tim.launch import start
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        monkeypatch.setattr(start, "make_ready", lambda config, folder_is_free: os.kill(os.getpid(), number))  # noqa: B023
+        words = ["train", "recipe=cpu_grpo", "+matrix=paper", "tim.only=vexact", f"tim.run_dir={tmp_path}"]
+        result = CliRunner().invoke(app, [*words, "--at-once", "2", "--json"])
+        assert result.exit_code == 130, result.output
+        assert json.loads(result.stdout)["exit_code"] == 130
+
+
+def test_how_a_run_is_kept_going_makes_it_no_other(verl, tmp_path):
+    verl()
+    matrix, configs = matrix_of(tmp_path / "runs", "a")
+    run(matrix, configs)
+    (cell,) = matrix.cells
+    kept = ("data.seed=9", "tim.restarts.limit=2", *cell.overrides, "trainer.save_freq=50", "tim.run_dir='elsewhere'")
+    again = Matrix(matrix.recipe, matrix.folder, (Cell(cell.name, kept),))
+    assert prepared(again, lambda *_: pytest.fail("it has finished")) == {}
+
+
+def test_a_run_that_ended_well_is_not_removed_for_one_of_another_length(verl, tmp_path):
+    verl()
+    matrix, configs = matrix_of(tmp_path / "runs", "a")
+    run(matrix, configs)
+    (cell,) = matrix.cells
+    more = Matrix(matrix.recipe, matrix.folder, (Cell(cell.name, (*cell.overrides, "trainer.total_training_steps=9")),))
+    with pytest.raises(LaunchError, match=r"ended well with other overrides \(trainer.total_training_steps=9 now\)"):
+        prepared(more, lambda *_: configs["a"])
+    checkpoints = Path(configs["a"].trainer.default_local_dir)
+    checkpoints.mkdir()
+    (checkpoints / "latest_checkpointed_iteration.txt").write_text("2")
+    assert list(prepared(more, lambda *_: configs["a"])) == ["a"], "it goes on"
+
+
+def test_one_that_ends_just_before_the_time_is_up_has_finished(verl, tmp_path, monkeypatch):
+    verl(steps=2, pause=0.1)
+    monkeypatch.setattr(side_by_side, "_POLL_SECONDS", 3.0)  # nobody looks in between
+    matrix, configs = matrix_of(tmp_path / "runs", "a")
+    states, code, _ = run(matrix, configs, seconds=2.5)
+    assert (code, states["a"].state, states["a"].exit_code) == (0, State.FINISHED, 0)
+    assert set(finished(matrix)) == {"a"}
+
+
+def test_half_a_line_of_metrics_ends_nothing(verl, tmp_path):
+    """As a full disk leaves it, with the next line behind it."""
+    verl()
+    script = tmp_path / "verl.py"
+    broken = (
+        """    file.write('{"step": 1, "da{"step": 1, "data": {}}' + chr(10) + '7' + chr(10))\n    for step in range"""
+    )
+    script.write_text(script.read_text().replace("    for step in range", broken))
+    states, code, _ = run(*matrix_of(tmp_path / "runs", "a"))
+    assert (code, states["a"].steps) == (0, 2)
+
+
+def test_a_folder_is_one_commands_at_a_time(verl, tmp_path):
+    verl()
+    matrix, configs = matrix_of(tmp_path / "runs", "a", "b")
+    with held(matrix.folder):
+        for does in (lambda: run(matrix, configs), lambda: run_all(matrix, configs, lambda *_: 0, print)):
+            with pytest.raises(LaunchError, match="another command"):
+                does()
+    assert run(matrix, configs)[1] == 0
+    assert run_all(matrix, {}, lambda *_: 0, print) == 0
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(LaunchError, match="cannot be taken"):
+        run(*matrix_of(tmp_path / "file", "a"))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from verl_tim.commands.output import bad_input, print_json, stderr, stdout
+from verl_tim.commands.output import bad_input, print_json, stderr, stdout, writing
 
 if TYPE_CHECKING:
     from verl_tim.evidence.runs import Evidence
@@ -29,9 +29,9 @@ _ALONE = typer.Option(help="Runs of the same names that had the GPU to themselve
 @app.command("pack")
 def pack_command(
     runs: Annotated[Path, typer.Argument(metavar="RUNS", help="Folder of the runs.")],
-    out: Annotated[Path, typer.Option(help="Folder for evidence-1.tar.xz, ...")] = Path("archives"),
+    out: Annotated[Path, typer.Option(help="Folder for evidence-1.tar.xz, ...")] = Path("runs/archives"),
     mib: Annotated[float, typer.Option(min=0.01, help="Size of one archive, at most.")] = 15.0,
-    files: Annotated[int, typer.Option(min=1, help="Archives, at most.")] = 6,
+    files: Annotated[int, typer.Option(min=1, help="Archives, at most.")] = 4,
     used: Annotated[bool, typer.Option("--used", help="Of the metrics, only those that figures read.")] = False,
     dump_steps: Annotated[int, typer.Option(min=0, help="Steps of each run's token dumps, at most.")] = 8,
     only: Annotated[list[str] | None, typer.Option(help="Runs by name, with * and ?; may be repeated.")] = None,
@@ -44,7 +44,7 @@ def pack_command(
     from verl_tim.evidence.archive import MIB, pack
     from verl_tim.evidence.runs import found_in
 
-    with bad_input(), _evidence_errors():
+    with bad_input(), _evidence_errors(), writing("--out"):
         names = None
         if only:
             names = [name for name in found_in(runs) if any(fnmatchcase(str(name), pattern) for pattern in only)]
@@ -68,12 +68,14 @@ def unpack_command(
     """Make run folders of archives. A run that is there already with as many steps stays as it is."""
     from verl_tim.evidence.archive import unpack
 
-    with bad_input(), _evidence_errors():
-        written = unpack(archives, out)
+    with bad_input(), _evidence_errors(), writing("--out"):
+        unpacked = unpack(archives, out)
     if as_json:
-        print_json({"folder": str(out), "runs": written})
-    else:
-        stdout().print(f"{len(written)} runs written to {out}", soft_wrap=True)
+        print_json({"folder": str(out), "written": list(unpacked.written), "kept": list(unpacked.kept)})
+        return
+    stdout().print(f"{len(unpacked.written)} runs written to {out}", soft_wrap=True)
+    if unpacked.kept:
+        stdout().print(f"{len(unpacked.kept)} were there with as many steps or more, and stay", soft_wrap=True)
 
 
 @app.command("figure")
@@ -97,7 +99,7 @@ def figure_command(
     from verl_tim.evidence.parts import write_part
     from verl_tim.evidence.tables import TABLES
 
-    with bad_input(), _evidence_errors():
+    with bad_input(), _evidence_errors(), writing("--out"):
         evidence = _read(runs, alone)
         paths = write_part(name, evidence, out)
     if as_json:
@@ -121,7 +123,7 @@ def page_command(
     from verl_tim.evidence.page import write_page
     from verl_tim.evidence.runs import Evidence
 
-    with bad_input(), _evidence_errors():
+    with bad_input(), _evidence_errors(), writing("--out"):
         evidence = Evidence.read(None, None) if runs is None else _read(runs, alone)
         paths = write_page(evidence, out)
     for path in paths:

@@ -11,10 +11,12 @@ from rich.live import Live
 from rich.table import Table
 
 from verl_tim.commands.headline import REWARD, STEP_TIME, mismatch_of, number
+from verl_tim.diagnosis.run_folder import LOG_NAME
 from verl_tim.launch.side_by_side import RunState, State
 
 # Between two lists where nothing redraws them.
 _EVERY_SECONDS = 30.0
+_CAUSE_LINES = 3
 _STYLES = {State.FINISHED: "green", State.FAILED: "bold red", State.RUNNING: "bold", State.STOPPED: "yellow"}
 
 
@@ -56,7 +58,7 @@ class RunsProgress:
     def _say(self, state: RunState) -> None:
         words = [f"{state.name}: {state.state.value}", f"step {state.steps}/{state.total or '?'}", *_figures(state)]
         self._console.print("  ".join(words), markup=False, soft_wrap=True)
-        for line in state.cause[-3:] if state.state is State.FAILED else ():
+        for line in state.cause[-_CAUSE_LINES:] if state.state is State.FAILED else ():
             self._console.print(f"    {line}", markup=False, soft_wrap=True)
 
 
@@ -83,6 +85,18 @@ def runs_table(states: Sequence[RunState], title: str | None = None) -> Table:
     if before:
         found.caption = f"and {before} that had finished before"
     return found
+
+
+def failures(states: Sequence[RunState]) -> list[str]:
+    """What each run that failed ended with, and where its log is: the table that followed them is gone."""
+    lines = []
+    for state in states:
+        if state.state is State.FAILED:
+            how = "could not be started" if state.exit_code is None else f"ended with exit code {state.exit_code}"
+            lines += [f"{state.name} {how}", *(f"    {line}" for line in state.cause[-_CAUSE_LINES:])]
+            if state.exit_code is not None:
+                lines.append(f"    the whole log: {state.folder / LOG_NAME}")
+    return lines
 
 
 def _figures(state: RunState) -> list[str]:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from verl_tim.launch.matrix import Matrix
     from verl_tim.launch.process import Outcome
+    from verl_tim.launch.side_by_side import RunState
 
 NAME = "train"
 HELP = (
@@ -43,7 +44,7 @@ def command(
     ] = None,
     minutes: Annotated[
         float | None,
-        typer.Option(min=1, help="Of several runs: what runs then is ended, and goes on with the same command."),
+        typer.Option(min=0.1, help="Of several runs: what runs then is ended, and goes on with the same command."),
     ] = None,
     dry_run: Annotated[bool, typer.Option(help="Stop before the start and print the resolved config.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
@@ -98,15 +99,14 @@ def _several(overrides: list[str], limits: tuple[int, float | None] | None, *, d
     from verl_tim.launch.start import ready_of
 
     with bad_input():
-        stderr().print("[dim]composing and checking every run[/]")
         matrix = matrix_of(*split_recipe(overrides))
+        if limits is not None and not dry_run:
+            return _side_by_side(matrix, limits, began, as_json=as_json)
+        stderr().print("[dim]composing and checking every run[/]")
         configs = prepared(matrix, ready_of)
     if dry_run:
         _list_runs(matrix, set(configs), as_json=as_json)
         return 0
-
-    if limits is not None:
-        return _side_by_side(matrix, configs, limits, began, as_json=as_json)
 
     summaries: list[dict[str, Any]] = []
 
@@ -127,22 +127,43 @@ def _several(overrides: list[str], limits: tuple[int, float | None] | None, *, d
     return code
 
 
-def _side_by_side(
-    matrix: Matrix, configs: dict[str, DictConfig], limits: tuple[int, float | None], began: float, *, as_json: bool
-) -> int:
-    """The runs of a matrix, several at once and within a time, and the table of what became of them; the exit code."""
-    from verl_tim.commands.several import RunsProgress, runs_table
-    from verl_tim.launch.side_by_side import run_side_by_side
+def _side_by_side(matrix: Matrix, limits: tuple[int, float | None], began: float, *, as_json: bool) -> int:
+    """The runs of a matrix, several at once and within a time, and the table of what became of them; the exit code.
+
+    Composing the runs, and making models and data, is part of the time, and is ended with it.
+    """
+    from verl_tim.commands.several import RunsProgress, failures, runs_table
+    from verl_tim.launch.matrix import prepared, unfinished
+    from verl_tim.launch.process import INTERRUPTED, TimeIsUp, stop_requests, within
+    from verl_tim.launch.side_by_side import TIME_IS_UP, at_first, run_side_by_side
+    from verl_tim.launch.start import ready_of
 
     at_once, minutes = limits
-    # composing, and making model and data, is part of the time
-    seconds = None if minutes is None else 60 * minutes - (time.monotonic() - began)
-    with bad_input(), RunsProgress(stderr()) as progress:
-        states, code = run_side_by_side(matrix, configs, at_once=at_once, seconds=seconds, on_change=progress.on_change)
+
+    def left() -> float | None:
+        return None if minutes is None else 60 * minutes - (time.monotonic() - began)
+
+    stderr().print("[dim]composing and checking every run[/]")
+    states: list[RunState] = []
+    try:
+        with stop_requests(), within(left()):
+            configs = prepared(matrix, ready_of)
+        with RunsProgress(stderr()) as progress:
+            states, code = run_side_by_side(
+                matrix, configs, at_once=at_once, seconds=left(), on_change=progress.on_change
+            )
+    except TimeIsUp:
+        stderr().print("the time was up before the first run: composing, or making models and data, took all of it")
+        code = TIME_IS_UP
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    states = states or at_first(matrix, {cell.name: None for cell in unfinished(matrix)})
     if as_json:
         print_json({"exit_code": code, "folder": str(matrix.folder), "runs": [state.to_dict() for state in states]})
     else:
         stdout().print(runs_table(states, title=str(matrix.folder)))
+    for line in failures(states):
+        stderr().print(line, markup=False, soft_wrap=True)
     return code
 
 
@@ -227,8 +248,10 @@ def explain_failure(outcome: Outcome) -> None:
     """The end of the traceback and where the log is, on stderr."""
     from rich.text import Text
 
+    from verl_tim.launch.process import INTERRUPTED
+
     console = stderr()
-    if outcome.exit_code == 130:
+    if outcome.exit_code == INTERRUPTED:
         console.print("[bold]stopped[/]; verl and its Ray cluster are ended")
     else:
         console.print(f"[bold red]verl ended with exit code {outcome.exit_code}[/]")

@@ -62,7 +62,7 @@ class Forecast:
     """When the reward would leave the baseline's seed band.
 
     Attributes:
-        steps: of the runs.
+        steps: the last that all runs of both logged.
         band: half-width of the band over the last steps, in units of the reward.
         gap: difference of the two rewards over the last block (run - baseline).
         slope: of that difference, per step.
@@ -119,8 +119,8 @@ def forecast(group: Group, baseline: Group, *, pull: float, rule: BandRule | Non
         rule: of the band.
 
     Raises:
-        DriftError: fewer than 2 * BLOCKS common steps, no reward or skew logged, or a baseline of one run: its band
-            knows nothing of other seeds.
+        DriftError: fewer than 2 * BLOCKS steps that all runs of both logged, no reward or skew, or a baseline of one
+            run: its band knows nothing of other seeds.
     """
     rule = rule or BandRule()
     if len(baseline.logs) < 2:
@@ -130,7 +130,8 @@ def forecast(group: Group, baseline: Group, *, pull: float, rule: BandRule | Non
     reward = _common(group, baseline)
     if len(reward) < 2 * BLOCKS:
         raise DriftError(
-            f"{group.name}: {len(reward)} steps in common with {baseline.name}, at least {2 * BLOCKS} needed"
+            f"{group.name}: {len(reward)} steps that all its runs and those of {baseline.name} logged a reward of, at "
+            f"least {2 * BLOCKS} needed"
         )
     skew = mean_of(group.frame(SKEW), group.name)
     band = band_of(baseline, REWARD, rule)
@@ -219,5 +220,7 @@ def pull_of(advantage_N: np.ndarray) -> float:
 
 
 def _common(group: Group, baseline: Group) -> pd.DataFrame:
-    both = {"run": group.frame(REWARD).mean(axis=1), "baseline": baseline.frame(REWARD).mean(axis=1)}
+    """Mean rewards over the steps that every run has: where a seed ends early, the mean of the others jumps by what
+    sets them apart, and that is no drift."""
+    both = {name: g.frame(REWARD).dropna().mean(axis=1) for name, g in (("run", group), ("baseline", baseline))}
     return pd.DataFrame(both).dropna()

@@ -90,8 +90,12 @@ def read_json_lines(path: Path) -> tuple[list[tuple[int, dict[str, Any]]], bool]
     Raises:
         RunFolderError: any other line that is not a JSON object; the message names file and line.
     """
+    return parse_json_lines(path.read_bytes(), str(path))
+
+
+def parse_json_lines(content: bytes, path: str) -> tuple[list[tuple[int, dict[str, Any]]], bool]:
+    """`read_json_lines` of a file's content; `path`: its name in messages."""
     entries: list[tuple[int, dict[str, Any]]] = []
-    content = path.read_bytes()
     lines = content.split(b"\n")
     for number, line in enumerate(lines, start=1):
         if not line.strip():

@@ -97,7 +97,7 @@ def read_jsonl_metrics(folder: Path) -> MetricLog | None:
     A resumed run does the steps after its checkpoint again, so what an earlier part says of later steps than the first
     of a later part is of a past that did not come to be, and is left out.
     """
-    paths = _parts(folder, METRICS_NAME)
+    paths = parts(folder, METRICS_NAME)
     if not paths:
         return None
     records: list[Record] = []
@@ -224,7 +224,7 @@ class RunFolder:
             RunFolderError: a corrupt line, or one without step, prompt and response.
         """
         samples: list[Sample] = []
-        for file in _parts(self.path, SAMPLES_NAME):
+        for file in parts(self.path, SAMPLES_NAME):
             part = _read_samples(file)
             first = min((sample.step for sample in part), default=None)
             # as of metrics; a step has all its samples from one attempt
@@ -286,7 +286,7 @@ def _earlier_parts(folder: Path, name: str) -> list[Path]:
     return [path for _, path in sorted(parts)]
 
 
-def _parts(folder: Path, name: str) -> list[Path]:
+def parts(folder: Path, name: str) -> list[Path]:
     """A file's earlier parts and the present one, those that are there."""
     return [*_earlier_parts(folder, name), *(path for path in (folder / name,) if path.exists())]
 

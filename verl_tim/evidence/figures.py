@@ -48,6 +48,8 @@ def position(pair: Pair, path: Path) -> None:
     axis.spines[["top", "right"]].set_visible(False)
     if axis.lines:
         axis.legend(frameon=False, fontsize=8)
+    else:
+        axis.text(0.5, 0.5, "no run with a mismatch logged it", transform=axis.transAxes, ha="center", fontsize=8)
     figure.savefig(path, dpi=110)
 
 

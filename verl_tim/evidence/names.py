@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-_NAME = re.compile(r"(?P<model>[^-]+)-(?P<algorithm>[^-]+)-(?P<variant>[^-]+)-data\.seed=(?P<seed>\d+)")
+_NAME = re.compile(r"(?P<model>\w+)-(?P<algorithm>\w+)-(?P<variant>\w+)-data\.seed=(?P<seed>\d+)", re.ASCII)
 
 BASELINE = "vexact"
 # In the order of columns and legends.

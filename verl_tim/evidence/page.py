@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import re
+from importlib import resources
 from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from omegaconf import OmegaConf
 
 from verl_tim.evidence.figures import PICTURES
 from verl_tim.evidence.names import PLANNED
 from verl_tim.evidence.parts import write_part
 from verl_tim.evidence.runs import Evidence
 from verl_tim.evidence.tables import TABLES
+from verl_tim.evidence.used import is_used
+from verl_tim.launch.recipes import RECIPES_PACKAGE
 
 NAME = "evidence.md"
 PICTURE_FOLDER = "evidence"
+RECIPES = ("evidence_grpo", "evidence_reinforce")
 # What choosing a correction sets.
 _OF_CORRECTION = re.compile(r"correction|policy_loss\.loss_mode|^old_log_probs$")
 
@@ -46,14 +51,46 @@ def render(evidence: Evidence) -> str:
         measured=bool(evidence.folders),
         pairs=[pair.name for pair in evidence.pairs],
         planned=len(PLANNED),
+        steps=planned_steps(),
         finished=len(finished),
-        unfinished=sorted({name.pair for name in PLANNED} - {name.pair for name in finished}),
+        missing=sorted({name.pair for name in PLANNED} - {name.pair for name in finished}),
+        early=_ended_early(evidence),
+        not_finite=_not_finite(evidence),
+        not_compared=[f"{pair.name}: {line}" for pair in evidence.pairs for line in pair.comparison.unknown],
         seeds={pair.name: {g.name: len(g.logs) for g in pair.comparison.groups} for pair in evidence.pairs},
         machines=_machines(evidence),
         differences=_differences(evidence),
         tables={name: make(evidence).markdown() for name, make in TABLES.items()} if evidence.folders else {},
         folder=PICTURE_FOLDER,
     )
+
+
+def planned_steps() -> int:
+    """Steps of a run, as the recipes set them."""
+    files = (resources.files(RECIPES_PACKAGE).joinpath(name, f"{name}.yaml") for name in RECIPES)
+    (steps,) = {OmegaConf.create(file.read_text(encoding="utf-8")).trainer.total_training_steps for file in files}
+    return int(steps)
+
+
+def _ended_early(evidence: Evidence) -> list[str]:
+    """Runs that are drawn and did not come to their last step: what their curves lack is not what others have."""
+    return [
+        f"`{name}` at step {progress.steps} of {progress.total or '?'}" + (f" ({progress.why})" if progress.why else "")
+        for name, progress in evidence.progress.items()
+        if not progress.finished
+    ]
+
+
+def _not_finite(evidence: Evidence) -> list[str]:
+    """Values that were NaN or infinite, which no mean and no curve has."""
+    found = []
+    for pair in evidence.pairs:
+        for run in pair.comparison.runs:
+            steps = {name: at for name, at in run.log.nonfinite().items() if is_used(name)}
+            found += [
+                f"`{run.name}` `{name}` at {len(at)} steps, first at {at[0]}" for name, at in sorted(steps.items())
+            ]
+    return found
 
 
 def _machines(evidence: Evidence) -> list[str]:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from verl_tim.diagnosis.compare import Comparison, Options, compare
 from verl_tim.diagnosis.groups import Group
-from verl_tim.diagnosis.metric_log import RunFolderError
+from verl_tim.diagnosis.metric_log import RunFolderError, read_json_lines
+from verl_tim.diagnosis.run import Run
+from verl_tim.diagnosis.run_folder import METRICS_NAME, parts
 from verl_tim.diagnosis.token_dump import dumped_steps
 from verl_tim.evidence.names import BASELINE, PLANNED, VARIANTS, RunName
+from verl_tim.launch.process import INTERRUPTED
+from verl_tim.launch.restarts import ATTEMPTS
 
 
 class EvidenceError(ValueError):
@@ -74,24 +80,52 @@ class Evidence:
     def alone_pairs(self) -> list[Pair]:
         return _pairs(self.alone)
 
+    @cached_property
+    def progress(self) -> dict[RunName, Progress]:
+        """How far each run came."""
+        return {
+            name: Progress.of(run, folder)
+            for pair in self.pairs
+            for (name, folder), run in zip(pair.folders.items(), pair.comparison.runs, strict=True)
+        }
+
     @property
     def finished(self) -> list[RunName]:
         """Of the planned runs, those that logged their last step."""
-        found = []
-        for pair in self.pairs:
-            for (name, _), run in zip(pair.folders.items(), pair.comparison.runs, strict=True):
-                total = ((run.config or {}).get("trainer") or {}).get("total_training_steps")
-                if name in PLANNED and total is not None and run.steps >= int(total):
-                    found.append(name)
-        return found
+        return [name for name, progress in self.progress.items() if name in PLANNED and progress.finished]
 
 
-METRIC_FILES = "metrics*.jsonl"
+@dataclass(frozen=True)
+class Progress:
+    """How far a run came.
+
+    Attributes:
+        steps: the last that it logged; total: its last, None where its config does not tell.
+        why: of a run that ended early, in words; empty where its folder does not tell.
+    """
+
+    steps: int
+    total: int | None
+    why: str
+
+    @classmethod
+    def of(cls, run: Run, folder: Path) -> Progress:
+        total = ((run.config or {}).get("trainer") or {}).get("total_training_steps")
+        path = folder / ATTEMPTS
+        entries = read_json_lines(path)[0] if path.is_file() else []
+        why = _why(entries[-1][1]) if entries else ""
+        return cls(run.steps, None if total is None else int(total), why)
+
+    @property
+    def finished(self) -> bool:
+        return self.total is not None and self.steps >= self.total
 
 
-def metric_files(folder: Path) -> list[Path]:
-    """The metrics of a run, those of earlier attempts included; empty where it logged nothing."""
-    return sorted(folder.glob(METRIC_FILES)) if folder.is_dir() else []
+def _why(attempt: Mapping[str, Any]) -> str:
+    if attempt.get("exit_code") == INTERRUPTED:
+        return "stopped"
+    cause = attempt.get("cause") or [f"exit code {attempt.get('exit_code')}"]
+    return str(cause[-1])
 
 
 def found_in(folder: Path) -> dict[RunName, Path]:
@@ -102,7 +136,11 @@ def found_in(folder: Path) -> dict[RunName, Path]:
     """
     if not folder.is_dir():
         raise EvidenceError(f"{folder} is no folder: give what tim.run_dir of +matrix=evidence named (runs/evidence)")
-    named = {RunName.parse(path.name): path for path in sorted(folder.iterdir()) if metric_files(path)}
+    named = {
+        RunName.parse(path.name): path
+        for path in sorted(folder.iterdir())
+        if path.is_dir() and parts(path, METRICS_NAME)
+    }
     found = {name: path for name, path in named.items() if name is not None}
     if not found:
         raise EvidenceError(

@@ -10,9 +10,7 @@ from pathlib import Path
 from statistics import fmean
 
 import numpy as np
-import torch
 
-from verl_tim.correction import RolloutCorrectionConfig, correct
 from verl_tim.diagnosis.calibrate import calibrate
 from verl_tim.diagnosis.calibrate_page import bound
 from verl_tim.diagnosis.compare_table import changed
@@ -21,10 +19,11 @@ from verl_tim.diagnosis.dumped import Dumped
 from verl_tim.diagnosis.early_warning import SIGNALS, Departure
 from verl_tim.diagnosis.formats import percent, short
 from verl_tim.diagnosis.groups import Group
-from verl_tim.diagnosis.halves import CalibrationError, Half, part_of
+from verl_tim.diagnosis.halves import CalibrationError, part_of
 from verl_tim.diagnosis.metric_log import MetricLog
 from verl_tim.diagnosis.speed import Speed, speed
 from verl_tim.diagnosis.token_dump import TokenDumpError
+from verl_tim.evidence.effect import effect_of
 from verl_tim.evidence.names import BASELINE, MISMATCHING
 from verl_tim.evidence.runs import Evidence, Pair
 
@@ -70,7 +69,7 @@ def first_to_leave(evidence: Evidence) -> Table:
     rows, notes = [], []
     for pair in evidence.pairs:
         if pair.comparison.baseline is None:
-            notes.append(f"{pair.name}: no exact run, so there is no band.")
+            notes.append(_no_exact_run(pair))
             continue
         for variant in pair.variants:
             of = {d.signal: d for d in pair.comparison.warnings if d.run == variant}
@@ -128,7 +127,7 @@ def tail(evidence: Evidence) -> Table:
     return Table(columns, rows, notes)
 
 
-def place(evidence: Evidence) -> Table:
+def lengths(evidence: Evidence) -> Table:
     """|d| by length of the response, from the token dumps."""
     rows, notes = [], []
     for pair in evidence.pairs:
@@ -136,13 +135,18 @@ def place(evidence: Evidence) -> Table:
             folder = pair.dumped(variant)
             if folder is None or variant == BASELINE:
                 continue
-            known = _known(folder)
+            try:
+                known = _known(folder)
+            except TokenDumpError as error:
+                notes.append(f"{pair.name} {variant}: {_placeless(str(error), evidence)}.")
+                continue
             if known is None:
                 notes.append(f"{pair.name} {variant}: its dumps have no log-probs of the trainer (bypass).")
                 continue
             size, length = known
             edges = np.unique(np.quantile(length, (0, 0.25, 0.5, 0.75, 1)).astype(int))
-            for low, high in pairwise(edges):
+            # responses of one length are one row
+            for low, high in pairwise(edges if len(edges) > 1 else np.repeat(edges, 2)):
                 inside = (length >= low) & ((length < high) | (high == edges[-1]))
                 if inside.any():
                     rows.append(
@@ -169,7 +173,7 @@ def rejected(evidence: Evidence) -> Table:
             dumped = Dumped.read(folder)
             half = part_of(dumped, np.ones(dumped.sequences, bool))
         except (TokenDumpError, CalibrationError) as error:
-            notes.append(f"{pair.name}: {error}")
+            notes.append(f"{pair.name}: {_placeless(str(error), evidence)}")
             continue
         for name in CORRECTIONS:
             found = effect_of(name, half)
@@ -219,49 +223,6 @@ def rejected_in_training(evidence: Evidence) -> Table:
     return Table(columns, rows, ["Means over steps and seeds."] if rows else [])
 
 
-@dataclass(frozen=True)
-class EffectOf:
-    """What a correction does to one set of sequences.
-
-    Attributes:
-        tokens, sequences: shares that are rejected (of sequences: those that lose a token).
-        cut: share of tokens whose weight the cap cuts.
-        skew: by sign of the advantage, the mean over kept tokens of -(exp(d) - w) A, added up: what weights w leave of
-            the contribution skew (w = 1 without weights).
-        effective: effective sample size of the weights on what is kept, as a share of all tokens.
-    """
-
-    tokens: float
-    sequences: float
-    cut: float | None
-    skew: float | None
-    effective: float
-
-
-def effect_of(preset: str, half: Half) -> EffectOf:
-    """What a named correction does to sequences of a run that did nothing about its mismatch."""
-    config = RolloutCorrectionConfig.from_mapping({"preset": preset})
-    result = correct(config, old_log_probs=half.old, rollout_log_probs=half.rollout, response_mask=half.mask)
-    kept = result.mask & half.mask
-    lost = half.mask & ~kept
-    delta = half.old.double() - half.rollout.double()
-    weights = torch.ones_like(delta) if result.weights is None else result.weights.double()
-    left = -(delta.exp() - weights) * half.advantages.double()
-    signs = [left[kept & chosen] for chosen in (half.advantages > 0, half.advantages < 0)]
-    w = weights[kept]
-    cut = None
-    if result.weights is not None:
-        # a weight is exp(d) in fp32 unless the cap, or a sequence's own weight, is in its place
-        cut = float(((weights - delta.exp()).abs() > 1e-5 * delta.exp())[kept].double().mean()) if w.numel() else 0.0
-    return EffectOf(
-        tokens=int(lost.sum()) / half.tokens,
-        sequences=float(lost.any(dim=-1).double().mean()),
-        cut=cut if config.rollout_is == "token" else None,
-        skew=float(sum(part.mean() for part in signs)) if all(part.numel() for part in signs) else None,
-        effective=float(w.sum() ** 2 / (w**2).sum()) / half.tokens if w.numel() and float((w**2).sum()) > 0 else 0.0,
-    )
-
-
 def thresholds(evidence: Evidence) -> Table:
     """The best thresholds that calibrate finds, and whether the held-out half agrees."""
     rows, notes = [], []
@@ -273,7 +234,7 @@ def thresholds(evidence: Evidence) -> Table:
         try:
             found = calibrate(mismatch, exact)
         except (CalibrationError, TokenDumpError) as error:
-            notes.append(f"{pair.name}: {_placeless(str(error), evidence.folder)}")
+            notes.append(f"{pair.name}: {_placeless(str(error), evidence)}")
             continue
         rows.append((pair.name, "no rejection", NONE, "0 %", short(found.none.skew), percent(found.none.effective)))
         for c in found.best_per_rule()[:BEST_RULES]:
@@ -331,10 +292,12 @@ def forecasts(evidence: Evidence) -> Table:
     for pair in evidence.pairs:
         baseline = pair.group(BASELINE)
         if baseline is None:
+            notes.append(_no_exact_run(pair))
             continue
-        pull = _pull(pair)
-        if pull is None:
-            notes.append(f"{pair.name}: no token dumps, so the pull of the advantages is not known.")
+        try:
+            pull = _pull(pair)
+        except (DriftError, TokenDumpError) as error:
+            notes.append(f"{pair.name}: the pull of the advantages is not known: {_placeless(str(error), evidence)}.")
             continue
         length = _mean(baseline, "response_length/mean")
         for group in pair.comparison.groups:
@@ -412,14 +375,15 @@ def _known(folder: Path) -> tuple[np.ndarray, np.ndarray] | None:
     return known["delta"].abs().to_numpy(), known["length"].to_numpy()
 
 
-def _pull(pair: Pair) -> float | None:
+def _pull(pair: Pair) -> float:
     folder = pair.dumped(BASELINE) or pair.dumped(MISMATCHING)
     if folder is None:
-        return None
-    try:
-        return pull_of(Dumped.read(folder).tokens["advantage"].to_numpy(dtype=float))
-    except DriftError:
-        return None
+        raise DriftError("no token dumps")
+    return pull_of(Dumped.read(folder).tokens["advantage"].to_numpy(dtype=float))
+
+
+def _no_exact_run(pair: Pair) -> str:
+    return f"{pair.name}: no exact run, so there is no band."
 
 
 def _over(each: Sequence[Speed], name: str) -> float | None:
@@ -450,14 +414,17 @@ def _range(low: int, high: int) -> str:
     return str(low) if low == high else f"{low}–{high}"
 
 
-def _placeless(text: str, folder: Path | None) -> str:
-    return text if folder is None else text.replace(f"{folder.absolute()}/", "").replace(f"{folder}/", "")
+def _placeless(text: str, evidence: Evidence) -> str:
+    """Without the folder of the runs."""
+    for folder in (evidence.folder, evidence.folder and evidence.folder.absolute()):
+        text = text.replace(f"{folder}/", "")
+    return text
 
 
 TABLES: dict[str, Callable[[Evidence], Table]] = {
     "first": first_to_leave,
     "tail": tail,
-    "length": place,
+    "length": lengths,
     "rejected": rejected,
     "rejected_in_training": rejected_in_training,
     "thresholds": thresholds,

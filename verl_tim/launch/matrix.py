@@ -8,9 +8,8 @@ sweeper run them in one process; both come here.
 from __future__ import annotations
 
 import fnmatch
-import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -20,9 +19,12 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_tim.launch.compose import RECIPE_KEY, compose_config, hydra_for
 from verl_tim.launch.errors import Finding, LaunchError
+from verl_tim.launch.process import INTERRUPTED
 from verl_tim.launch.recipes import Recipe, closest, find_recipe
+from verl_tim.launch.record import deciding, held, key_of, read_record, write_record
+from verl_tim.launch.restarts import has_checkpoint
+from verl_tim.launch.run_folder import KEY, State, state_of
 
-RECORD = "matrix.json"
 _GROUP = re.compile(r"\+{0,2}matrix=")
 _GROUP_OF_TRACKERS = "tim.tracking.group="
 
@@ -43,6 +45,10 @@ class Cell:
     def words(self) -> list[str]:
         """All that makes this run, as the record keeps it."""
         return [*([f"recipe={self.recipe.name}"] if self.recipe else []), *self.overrides]
+
+    def is_in(self, record: Mapping[str, Sequence[str]]) -> bool:
+        """Whether a record (`read_record`) says that this very run, wherever its folder lay, ended well."""
+        return self.name in record and set(record[self.name]) == set(deciding(self.words))
 
 
 @dataclass(frozen=True)
@@ -108,16 +114,12 @@ def _with_own_sweep(config: DictConfig, swept: Sequence[str], common: Sequence[s
     own: Any = OmegaConf.to_container(OmegaConf.select(config, "tim.sweep") or OmegaConf.create({}), resolve=True)
     added, left = [], list(common)
     for key, values in own.items():
-        if any(_key_of(word) == key for word in swept):
+        if any(key_of(word) == key for word in swept):
             continue
-        said = [word for word in left if _key_of(word) == key]
+        said = [word for word in left if key_of(word) == key]
         left = [word for word in left if word not in said]
         added.append(said[-1] if said else f"{key}={','.join(map(str, values))}")
     return [*swept, *added], left
-
-
-def _key_of(word: str) -> str:
-    return word.lstrip("+").partition("=")[0]
 
 
 def prepared(matrix: Matrix, ready: Callable[[Recipe, Sequence[str]], DictConfig]) -> dict[str, DictConfig]:
@@ -132,11 +134,12 @@ def prepared(matrix: Matrix, ready: Callable[[Recipe, Sequence[str]], DictConfig
     done = finished(matrix)
     configs: dict[str, DictConfig] = {}
     problems: dict[Finding, list[str]] = {}
-    for cell in matrix.cells:
-        if done.get(cell.name) == cell.words:
-            continue
+    for cell in unfinished(matrix):
         try:
-            configs[cell.name] = ready(cell.recipe or matrix.recipe, cell.overrides)
+            config = ready(cell.recipe or matrix.recipe, cell.overrides)
+            if cell.name in done:
+                _check_not_lost(cell, config, done[cell.name])
+            configs[cell.name] = config
         except LaunchError as error:
             for finding in error.findings:
                 problems.setdefault(finding, []).append(cell.name)
@@ -150,6 +153,28 @@ def prepared(matrix: Matrix, ready: Callable[[Recipe, Sequence[str]], DictConfig
     return configs
 
 
+def _check_not_lost(cell: Cell, config: DictConfig, then: Sequence[str]) -> None:
+    """A run that ended well with other overrides goes on from its checkpoint; without one it would be begun anew, and
+    what it did removed.
+
+    Raises:
+        LaunchError: naming the overrides that differ.
+    """
+    state, _ = state_of(config, resumable=True)
+    if state is State.FREE or has_checkpoint(config):
+        return
+    now = deciding(cell.words)
+    changed = [
+        *(f"{word} then" for word in then if word not in now),
+        *(f"{word} now" for word in now if word not in then),
+    ]
+    raise LaunchError.of(
+        KEY,
+        f"{config.tim.run_dir} holds a run that ended well with other overrides ({', '.join(changed)})",
+        f"give those, or another {KEY}, or remove that folder",
+    )
+
+
 def run_all(
     matrix: Matrix, configs: dict[str, DictConfig], run: Callable[[DictConfig, str], int], say: Callable[[str], None]
 ) -> int:
@@ -161,32 +186,40 @@ def run_all(
 
     Returns:
         0, or the exit code of the first run that failed; 130 at once if one was interrupted.
+
+    Raises:
+        LaunchError: another command does runs of the matrix's folder.
     """
     failed = 0
-    for number, (name, config) in enumerate(configs.items(), start=1):
-        say(f"run {number} of {len(configs)}: {name}")
-        code = run(config, name)
-        if code == 130:
-            return code
-        if code:
-            say(f"{name} ended with exit code {code}; its log is in {config.tim.run_dir}")
-            failed = failed or code
-        else:
-            record(matrix, name)
+    with held(matrix.folder):
+        for number, (name, config) in enumerate(configs.items(), start=1):
+            say(f"run {number} of {len(configs)}: {name}")
+            code = run(config, name)
+            if code == INTERRUPTED:
+                return code
+            if code:
+                say(f"{name} ended with exit code {code}; its log is in {config.tim.run_dir}")
+                failed = failed or code
+            else:
+                record(matrix, name)
     return failed
 
 
+def unfinished(matrix: Matrix) -> list[Cell]:
+    """The runs that are still to be done."""
+    done = finished(matrix)
+    return [cell for cell in matrix.cells if not cell.is_in(done)]
+
+
 def finished(matrix: Matrix) -> dict[str, list[str]]:
-    """Runs in the matrix's folder that ended well, with the overrides they had."""
-    path = matrix.folder / RECORD
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    """Runs of the matrix's folder that ended well, with the overrides they had."""
+    return read_record(matrix.folder)
 
 
 def record(matrix: Matrix, name: str) -> None:
     """Remember that a run ended well."""
     (words,) = (cell.words for cell in matrix.cells if cell.name == name)
-    content = {**finished(matrix), name: words}
-    (matrix.folder / RECORD).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    write_record(matrix.folder, {**finished(matrix), name: words})
 
 
 def _chosen(config: DictConfig) -> dict[str, list[str]]:

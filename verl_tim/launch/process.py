@@ -9,8 +9,9 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,9 +21,15 @@ from typing import Any
 from verl_tim.diagnosis.run_folder import METRICS_NAME
 from verl_tim.launch.run_folder import LOG
 
-# How long verl and Ray may take to end on their own after Ctrl-C.
+# How long verl and Ray may take to end on their own after Ctrl-C, and what is left of them after SIGTERM, then SIGKILL.
 _GRACE_SECONDS = 20.0
+_FORCE_SECONDS = 5.0
+END_SECONDS = _GRACE_SECONDS + 2 * _FORCE_SECONDS
+"""What `end_trees` takes at most."""
 _POLL_SECONDS = 0.25
+
+INTERRUPTED = 130
+"""Exit code of what was ended on request: by Ctrl-C, SIGTERM or SIGHUP, or because its time was up."""
 
 # What ends a run: Ctrl-C, a scheduler's or a container's stop, a terminal that is closed.
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -86,11 +93,14 @@ def verl_command(run_dir: Path) -> list[str]:
 class VerlProcess:
     """verl, running on `run_dir/config.yaml` as a child of this process."""
 
-    def __init__(self, run_dir: Path, on_step: Callable[[Step], None]) -> None:
+    def __init__(
+        self, run_dir: Path, on_step: Callable[[Step], None], *, variables: Mapping[str, str] | None = None
+    ) -> None:
         """Starts it.
 
         Args:
             on_step: called by `running` for every new line of metrics.
+            variables: of its environment, beside this process's own.
 
         If this process is killed outright, the kernel sends the child SIGTERM, and Ray ends with its driver.
         """
@@ -107,7 +117,7 @@ class VerlProcess:
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
-                env=_environment(),
+                env=_environment(variables or {}),
                 preexec_fn=partial(tie_to_parent, os.getpid()),
             )
 
@@ -132,13 +142,13 @@ class VerlProcess:
         exit_code = self.child.returncode
         cause: tuple[str, ...] = ()
         if stopped:
-            exit_code = 130
+            exit_code = INTERRUPTED
         elif exit_code < 0:
             ended_by = signal.Signals(-exit_code)
             # its log cannot hold the cause: nobody told it
             cause = (f"verl's driver (pid {self.child.pid}) was ended by {ended_by.name}",)
             exit_code = 128 + ended_by
-        elif exit_code not in (0, 130):
+        elif exit_code not in (0, INTERRUPTED):
             cause = failure_cause(self.log)
         return Outcome(exit_code, self.seconds, tuple(self.steps), self.log, cause)
 
@@ -185,12 +195,46 @@ def stop_requests() -> Iterator[Callable[[], None]]:
             signal.signal(number, handler)
 
 
+class TimeIsUp(BaseException):
+    """Raised by `within`; no `except Exception` of what runs inside it may take it for a failure."""
+
+
+@contextmanager
+def within(seconds: float | None) -> Iterator[None]:
+    """Raises TimeIsUp in the main thread when the body has run so long; None: it may take any time.
+
+    A timer thread and a signal of its own: code that scores answers uses SIGALRM.
+    """
+    if seconds is None:
+        yield
+        return
+    armed = True
+
+    def raise_it(signum: int, frame: Any) -> None:
+        if armed:
+            raise TimeIsUp
+
+    previous = signal.signal(signal.SIGUSR2, raise_it)
+    main = threading.main_thread().ident
+    assert main is not None
+    timer = threading.Timer(max(0.0, seconds), signal.pthread_kill, (main, signal.SIGUSR2))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        armed = False
+        timer.cancel()
+        timer.join()
+        signal.signal(signal.SIGUSR2, previous)
+
+
 def _ignore(numbers: Iterable[signal.Signals]) -> None:
     _handle(signal.SIG_IGN, list(numbers))
 
 
 class MetricsReader:
-    """Reads complete new lines of a growing metrics.jsonl."""
+    """Reads complete new lines of a growing metrics.jsonl, for who watches; what is no metrics line is passed over."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -205,8 +249,13 @@ class MetricsReader:
             block = stream.read()
         complete = block.rfind(b"\n") + 1
         self._offset += complete
-        records = [json.loads(line) for line in block[:complete].splitlines() if line.strip()]
-        return [Step(record["step"], record["data"]) for record in records]
+        steps = []
+        for line in block[:complete].splitlines():
+            # a full disk may leave half a line, and the next one behind it: whoever reads the run folder says so
+            with suppress(ValueError, KeyError, TypeError):
+                record = json.loads(line)
+                steps.append(Step(int(record["step"]), dict(record["data"])))
+        return steps
 
 
 def end_tree(child: subprocess.Popen) -> None:
@@ -242,7 +291,7 @@ def end_trees(children: Sequence[subprocess.Popen]) -> None:
         for process in alive:
             with suppress(psutil.NoSuchProcess):
                 getattr(process, stop)()
-        psutil.wait_procs(alive, timeout=5)
+        psutil.wait_procs(alive, timeout=_FORCE_SECONDS)
     for child in children:
         child.wait()
 
@@ -322,9 +371,9 @@ def _as_interrupt(signum: int, frame: Any) -> None:
     raise KeyboardInterrupt
 
 
-def _environment() -> dict[str, str]:
+def _environment(variables: Mapping[str, str]) -> dict[str, str]:
     # Python buffers a log that is a file; a run that is killed would lose its last words
-    return {**os.environ, "PYTHONUNBUFFERED": "1"}
+    return {**os.environ, "PYTHONUNBUFFERED": "1", **variables}
 
 
 def hydra_quoted(value: str) -> str:

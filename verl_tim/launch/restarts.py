@@ -18,7 +18,7 @@ from typing import Any
 
 from omegaconf import DictConfig, open_dict
 
-from verl_tim.launch.process import Outcome, Step, exception_names
+from verl_tim.launch.process import INTERRUPTED, Outcome, Step, exception_names
 from verl_tim.launch.run_folder import State, state_of
 from verl_tim.training.checkpoints import TRACKER
 
@@ -60,7 +60,7 @@ def is_infrastructure(outcome: Outcome) -> bool:
     """Whether an attempt ended because a process, a node or a connection was lost."""
     if outcome.exit_code in _KILLED:
         return True
-    if outcome.exit_code in (0, 130) or any(_NEVER_STARTED in line for line in outcome.cause):
+    if outcome.exit_code in (0, INTERRUPTED) or any(_NEVER_STARTED in line for line in outcome.cause):
         return False
     names = exception_names(outcome.cause)
     return bool(names) and names[-1] in _GONE
@@ -88,7 +88,7 @@ def run_with_restarts(
         steps, seconds = joined(steps, outcome.steps), seconds + outcome.seconds
         again = attempt <= limit and is_infrastructure(outcome)
         if not again:
-            if limit and outcome.exit_code not in (0, 130):
+            if limit and outcome.exit_code not in (0, INTERRUPTED):
                 why = "all restarts are used up" if attempt > limit else "this is no failure of the infrastructure"
                 say(f"not started again: {why} (tim.restarts.limit={limit})")
             return dataclasses.replace(outcome, steps=steps, seconds=seconds, attempts=attempt)
@@ -106,10 +106,15 @@ def again(config: DictConfig) -> DictConfig:
     folder = Path(config.tim.run_dir)
     if state_of(config, resumable=True)[0] not in (State.UNFINISHED, State.FINISHED):
         return config
-    if (Path(config.trainer.default_local_dir) / TRACKER).exists():
+    if has_checkpoint(config):
         return resuming(config)
     shutil.rmtree(folder)
     return config
+
+
+def has_checkpoint(config: DictConfig) -> bool:
+    """Whether the run's folder has one to go on from."""
+    return (Path(config.trainer.default_local_dir) / TRACKER).exists()
 
 
 def resuming(config: DictConfig) -> DictConfig:
@@ -118,12 +123,12 @@ def resuming(config: DictConfig) -> DictConfig:
     The checkpoint's step was validated, or was not to be, when it was written.
     """
     config = copy.deepcopy(config)
-    has_checkpoint = (Path(config.trainer.default_local_dir) / TRACKER).exists()
+    found = has_checkpoint(config)
     with open_dict(config):
         # a run that began from a checkpoint elsewhere, and wrote none yet, begins there again
-        if has_checkpoint or config.trainer.resume_mode == "disable":
+        if found or config.trainer.resume_mode == "disable":
             config.trainer.resume_mode = "auto"
-        if has_checkpoint:
+        if found:
             config.trainer.val_before_train = False
     return config
 
@@ -150,7 +155,10 @@ def _last(steps: Sequence[Step]) -> int:
 def record(folder: Path, outcome: Outcome) -> None:
     """Adds an attempt to the run folder's list."""
     path = folder / ATTEMPTS
-    number = 1 + (path.read_text(encoding="utf-8").count("\n") if path.exists() else 0)
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    # a full disk may have cut the last one off
+    text = text[: text.rfind("\n") + 1]
+    number = 1 + text.count("\n")
     entry: dict[str, Any] = {
         "attempt": number,
         "exit_code": outcome.exit_code,
@@ -159,5 +167,6 @@ def record(folder: Path, outcome: Outcome) -> None:
         "seconds": round(outcome.seconds, 1),
         "cause": list(outcome.cause),
     }
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(entry, ensure_ascii=False) + "\n")
+    part = folder / f".{ATTEMPTS}.part"
+    part.write_text(text + json.dumps(entry, ensure_ascii=False) + "\n", encoding="utf-8")
+    part.replace(path)

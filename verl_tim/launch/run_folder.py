@@ -77,16 +77,21 @@ def state_of(config: DictConfig, *, resumable: bool = False) -> tuple[State, str
     Args:
         config: resolved, without Hydra's node; a run is the same run if its config.yaml says the same.
         resumable: keys that a resumed run may change (`is_resumable`) are no difference.
+
+    Raises:
+        LaunchError: what the folder holds is damaged.
     """
     folder = Path(config.tim.run_dir)
     if not folder.is_dir() or not holds_run(folder):
         return State.FREE, ""
-    run = RunFolder(folder)
-    there, here = flatten(run.config() or {}), flatten(_plain(config))
-    for key in [*here, *there]:
-        if here.get(key) != there.get(key) and not (resumable and is_resumable(key)):
-            return State.OTHER, key
-    log = read_jsonl_metrics(folder)
+    try:
+        there, here = flatten(RunFolder(folder).config() or {}), flatten(_plain(config))
+        for key in [*here, *there]:
+            if here.get(key) != there.get(key) and not (resumable and is_resumable(key)):
+                return State.OTHER, key
+        log = read_jsonl_metrics(folder)
+    except RunFolderError as error:
+        raise LaunchError.of(KEY, str(error), f"remove {folder}, or give another folder: {KEY}=FOLDER") from error
     last = log.steps[-1] if log is not None and log.steps else 0
     return (State.FINISHED if last >= config.trainer.total_training_steps else State.UNFINISHED), ""
 

@@ -1,12 +1,12 @@
 """Runs of a matrix side by side on one machine, within a time: each a process and a Ray cluster of its own.
 
 For runs that are small beside their GPU. What a run takes of the GPU's memory is its recipe's to say
-(`cluster=gpu1_shared`); here is only who runs when, and that nothing is left behind when the time is up.
+(`cluster=gpu1_shared`); here is only who runs when and on which GPUs, and that nothing is left behind when the time is
+up.
 """
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -17,11 +17,14 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from verl_tim.diagnosis.metric_log import RunFolderError, read_json_lines
 from verl_tim.launch import restarts
 from verl_tim.launch.errors import Finding, LaunchError
+from verl_tim.launch.gpus import VISIBLE, Gpus, gpus_asked, visible_gpus
 from verl_tim.launch.matrix import Matrix, finished, record
-from verl_tim.launch.process import Outcome, Step, VerlProcess, end_trees, stop_requests
-from verl_tim.launch.run_folder import claim
+from verl_tim.launch.process import END_SECONDS, INTERRUPTED, Outcome, Step, VerlProcess, end_trees, stop_requests
+from verl_tim.launch.record import held
+from verl_tim.launch.run_folder import KEY, claim
 from verl_tim.training.config import joins_a_cluster
 
 TIME_IS_UP = 75
@@ -30,8 +33,8 @@ TIME_IS_UP = 75
 # Between two starts: Ray and verl pick free ports and open them later.
 _GAP_SECONDS = 5.0
 _POLL_SECONDS = 0.25
-# What ending the trees may take; so long before the time is up they are told.
-_END_SECONDS = 25.0
+# So long before the time is up the runs are told to end.
+_END_SECONDS = END_SECONDS
 
 
 class State(Enum):
@@ -52,7 +55,8 @@ class RunState:
     Attributes:
         steps: the last that it logged; total: its last.
         seconds: of its attempts in this call.
-        exit_code: None while it waits or runs.
+        exit_code: None while it waits or runs, and of one that could not be started.
+        gpus: that it was placed on, by the names of CUDA_VISIBLE_DEVICES; empty on a machine without, and before.
         earlier: it had finished before this call.
     """
 
@@ -65,6 +69,7 @@ class RunState:
     exit_code: int | None = None
     cause: tuple[str, ...] = ()
     metrics: Mapping[str, Any] | None = None
+    gpus: tuple[str, ...] = ()
     earlier: bool = False
 
     def to_dict(self) -> dict[str, Any]:
@@ -78,6 +83,7 @@ class RunState:
             "seconds": round(self.seconds, 1),
             "run_dir": str(self.folder),
             "cause": list(self.cause),
+            "gpus": list(self.gpus),
             "earlier": self.earlier,
         }
 
@@ -88,6 +94,7 @@ class _Job:
     attempts: int = 0
     seconds: float = 0.0
     process: VerlProcess | None = None
+    gpus: tuple[str, ...] = ()
 
 
 def run_side_by_side(
@@ -100,8 +107,9 @@ def run_side_by_side(
 ) -> tuple[list[RunState], int]:
     """Run what is still to be done, `at_once` at a time, and end whatever runs when the time is up.
 
-    A run is not begun where less time is left than the longest finished one took, unless it writes checkpoints to go on
-    from. One that fails keeps none of the others from running; one whose process died is begun again as `tim.restarts`
+    Each is placed on the GPUs with the fewest runs, and sees no others. A run is not begun where less time is left than
+    the longest other one took or has been running, unless it writes checkpoints to go on from. One that fails, or
+    cannot be started, keeps none of the others from running; one whose process died is begun again as `tim.restarts`
     says.
 
     Args:
@@ -110,11 +118,12 @@ def run_side_by_side(
         on_change: called with the state of every run of the matrix after each step and change.
 
     Returns:
-        (states, exit code): 0 if all have finished, else the code of the first that failed, 130 after Ctrl-C, else
-        `TIME_IS_UP`.
+        (states, exit code): 130 after Ctrl-C; 0 if all have finished, else the code of the first that failed (1 of one
+        that could not be started), else `TIME_IS_UP`.
 
     Raises:
-        LaunchError: a config that joins a Ray cluster, where runs would take each other's places.
+        LaunchError: a config that joins a Ray cluster, where runs would take each other's places; another command that
+            does runs of the matrix's folder.
     """
     joining = [name for name, config in configs.items() if joins_a_cluster(config)]
     if joining and at_once > 1:
@@ -128,8 +137,8 @@ def run_side_by_side(
                 )
             ]
         )
-    crew = _Crew(matrix, configs, at_once, seconds, on_change)
-    with stop_requests() as ignore_more:
+    with held(matrix.folder), stop_requests() as ignore_more:
+        crew = _Crew(matrix, configs, at_once, seconds, on_change)
         try:
             crew.work()
         except BaseException as error:
@@ -137,7 +146,7 @@ def run_side_by_side(
             crew.stop()
             if not isinstance(error, KeyboardInterrupt):
                 raise
-            return crew.states(), 130
+            return crew.states(), INTERRUPTED
         ignore_more()
         crew.stop()
     return crew.states(), crew.exit_code()
@@ -153,20 +162,13 @@ class _Crew:
         on_change: Callable[[list[RunState]], None],
     ) -> None:
         self.matrix, self.at_once, self.on_change = matrix, at_once, on_change
-        self.began = time.monotonic()
-        self.deadline = None if seconds is None else self.began + seconds - _END_SECONDS
+        self.deadline = None if seconds is None else time.monotonic() + seconds - _END_SECONDS
         self.jobs = {name: _Job(config) for name, config in configs.items()}
         self.waiting = list(configs)
         self.longest = max((took(matrix.folder / name) for name in finished(matrix)), default=0.0)
-        self.of = {
-            cell.name: RunState(
-                cell.name, matrix.folder / cell.name, State.FINISHED, 0, None, exit_code=0, earlier=True
-            )
-            for cell in matrix.cells
-        }
-        for name, config in configs.items():
-            total = config.trainer.total_training_steps
-            self.of[name] = RunState(name, Path(config.tim.run_dir), State.WAITING, 0, total)
+        left = {name: config.trainer.total_training_steps for name, config in configs.items()}
+        self.of = {state.name: state for state in at_first(matrix, left)}
+        self.gpus = Gpus(visible_gpus())
         self.last_start: float | None = None
 
     def states(self) -> list[RunState]:
@@ -191,6 +193,8 @@ class _Crew:
 
     def stop(self) -> None:
         """End what runs, with all its processes."""
+        for name in self._running():
+            self._look_at(name)  # one that has ended by itself since was not stopped
         running = self._running()
         if not running:
             return
@@ -209,7 +213,9 @@ class _Crew:
         if self.deadline is None:
             return self.waiting
         left = self.deadline - time.monotonic()
-        return [n for n in self.waiting if left >= self.longest or self.jobs[n].config.trainer.save_freq > 0]
+        # what runs now will take longer than it has
+        takes = max([self.longest, *(job.process.seconds for job in self.jobs.values() if job.process is not None)])
+        return [n for n in self.waiting if left >= takes or self.jobs[n].config.trainer.save_freq > 0]
 
     def _start_next(self) -> None:
         if len(self._running()) >= self.at_once:
@@ -218,13 +224,29 @@ class _Crew:
             return
         for name in self._startable()[:1]:
             self.waiting.remove(name)
-            job = self.jobs[name]
-            if job.attempts == 0:
-                job.config = restarts.again(job.config)
-            job.attempts += 1
-            self.last_start = time.monotonic()
-            job.process = VerlProcess(claim(job.config).path, partial(self._step, name))
-            self._set(name, state=State.RUNNING)
+            try:
+                self._start(name)
+            except (LaunchError, OSError) as error:
+                # a folder that was taken meanwhile, a full disk: of this run alone until another says the same
+                self._let_go(name)
+                self._set(name, state=State.FAILED, cause=tuple(str(error).splitlines()))
+
+    def _start(self, name: str) -> None:
+        job = self.jobs[name]
+        if job.attempts == 0:
+            job.config = restarts.again(job.config)
+        job.attempts += 1
+        self.last_start = time.monotonic()
+        folder, count = claim(job.config).path, gpus_asked(job.config)
+        job.gpus = self.gpus.take(count)
+        variables = {VISIBLE: ",".join(job.gpus)} if job.gpus else {}
+        job.process = VerlProcess(folder, partial(self._step, name), variables=variables)
+        self._set(name, state=State.RUNNING, gpus=job.gpus)
+
+    def _let_go(self, name: str) -> None:
+        job = self.jobs[name]
+        self.gpus.give_back(job.gpus)
+        job.process, job.gpus = None, ()
 
     def _step(self, name: str, step: Step) -> None:
         seen = self.of[name].metrics or {}
@@ -239,19 +261,26 @@ class _Crew:
         job = self.jobs[name]
         assert job.process is not None
         outcome: Outcome = job.process.outcome(stopped=stopped)
-        job.process, job.seconds = None, job.seconds + outcome.seconds
-        restarts.record(self.of[name].folder, outcome)
+        job.seconds += outcome.seconds
+        self._let_go(name)
         state = State.STOPPED if stopped else State.FAILED
+        cause = outcome.cause
+        try:
+            restarts.record(self.of[name].folder, outcome)
+            if outcome.exit_code == 0:
+                record(self.matrix, name)
+        except OSError as error:
+            # the others may still have room, and go on
+            cause = (*cause, f"{error}: how this run ended is not written down")
         if outcome.exit_code == 0:
             state = State.FINISHED
-            record(self.matrix, name)
             self.longest = max(self.longest, job.seconds)
         elif not stopped and job.attempts <= int(job.config.tim.restarts.limit) and restarts.is_infrastructure(outcome):
             state = State.WAITING
             job.config = restarts.resuming(job.config)
             self.waiting.insert(0, name)
         code = None if state is State.WAITING else outcome.exit_code
-        self._set(name, state=state, exit_code=code, seconds=job.seconds, cause=outcome.cause)
+        self._set(name, state=state, exit_code=code, seconds=job.seconds, cause=cause)
 
     def _set(self, name: str, **changes: Any) -> None:
         self.of[name] = replace(self.of[name], **changes)
@@ -261,9 +290,33 @@ class _Crew:
         self.on_change(self.states())
 
 
+def at_first(matrix: Matrix, left: Mapping[str, int | None]) -> list[RunState]:
+    """The state of every run before any is started.
+
+    Args:
+        left: those that are still to be done -> their last step, None where that is not known yet.
+    """
+    return [
+        RunState(cell.name, matrix.folder / cell.name, State.WAITING, 0, left[cell.name])
+        if cell.name in left
+        else RunState(cell.name, matrix.folder / cell.name, State.FINISHED, 0, None, exit_code=0, earlier=True)
+        for cell in matrix.cells
+    ]
+
+
 def took(folder: Path) -> float:
-    """Seconds that a finished run took from its last start to its end; 0 where its folder does not tell."""
+    """Seconds that a run took, all its attempts together; 0 where its folder does not tell.
+
+    Raises:
+        LaunchError: a damaged list of attempts.
+    """
     path = folder / restarts.ATTEMPTS
     if not path.is_file():
         return 0.0
-    return max(float(json.loads(line)["seconds"]) for line in path.read_text(encoding="utf-8").splitlines())
+    try:
+        entries, _ = read_json_lines(path)
+        return sum(float(entry["seconds"]) for _, entry in entries)
+    except (RunFolderError, KeyError, TypeError) as error:
+        raise LaunchError.of(
+            KEY, f"{path} cannot be read: {error}", "remove that file; the run stays finished"
+        ) from error

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +58,8 @@ def make_once(
             that moves on.
 
     The folder is filled under a temporary name beside its final place and renamed, so that no reader ever sees half
-    of it and an interrupted build leaves nothing behind that looks finished. Two builders at once: the first to
-    finish wins, both get it.
+    of it and an interrupted build leaves nothing behind that looks finished. Of two builders at once the second waits
+    for the first, and finds its folder.
 
     Raises:
         InputError: the folder holds something else, or its files are not those it was published with.
@@ -67,6 +69,22 @@ def make_once(
     if folder.exists() and _is_reusable(folder, card_name, key, overwrite=overwrite, anew=anew):
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
+    with _alone(folder.with_name(f".{folder.name}.lock")):
+        if not (folder.exists() and _is_reusable(folder, card_name, key, overwrite=overwrite, anew=anew)):
+            _make(folder, card_name, key, spec, build, overwrite=overwrite, anew=anew)
+    return folder
+
+
+def _make(
+    folder: Path,
+    card_name: str,
+    key: str,
+    spec: Mapping[str, Any],
+    build: Callable[[Path], Mapping[str, Any]],
+    *,
+    overwrite: bool,
+    anew: bool,
+) -> None:
     work = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
         extra = build(work)
@@ -85,7 +103,22 @@ def make_once(
                 raise
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    return folder
+
+
+@contextmanager
+def _alone(lock: Path) -> Iterator[None]:
+    """Waits until nobody else holds the lock; its file goes with whoever held it."""
+    while True:
+        with lock.open("a") as stream:
+            fcntl.flock(stream, fcntl.LOCK_EX)
+            # the one before may have removed the file that was waited for
+            if not lock.exists() or lock.stat().st_ino != os.fstat(stream.fileno()).st_ino:
+                continue
+            try:
+                yield
+            finally:
+                lock.unlink()
+            return
 
 
 def read_card(folder: Path, card_name: str) -> dict[str, Any]:
