@@ -419,6 +419,25 @@ async def test_whoever_waits_for_the_end_hears_of_another_one(make_engine, ends)
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("before", ["resume", "abort_all", "finish"])
+async def test_finish_hears_of_the_end_right_after_another_verb(make_engine, before):
+    """Both verbs are sent while a step runs, and come one after the other."""
+    model = GatedModel()
+    engine = make_engine(model)
+    task = asyncio.ensure_future(engine.generate("a", [2], SamplingParams(max_tokens=3, ignore_eos=True)))
+    await until(model.inside.is_set)
+    model.go_on.clear()
+    model.inside.clear()
+    await until(lambda: model.inside.is_set() or task.done())
+    first = asyncio.ensure_future(getattr(engine, before)())
+    second = asyncio.ensure_future(engine.finish())
+    await asyncio.sleep(0.01)
+    model.go_on.set()
+    await asyncio.wait_for(asyncio.gather(first, second), 5)
+    await asyncio.wait_for(task, 5)
+
+
+@pytest.mark.asyncio
 async def test_what_is_parked_harms_nobody(make_engine):
     """Odd requests fail alone, as they do outside of `finish`; an error that nobody foresaw, too."""
     model = GatedModel()

@@ -159,7 +159,11 @@ class AsyncEngine:
 
         Where no step can run (the gate is closed, the engine asleep or without weights) they wait, as by :meth:`pause`.
         """
-        await asyncio.wrap_future(self._send(self._finishing.append, deferred=True, settles=False))
+
+        def run(future: concurrent.futures.Future) -> None:
+            self._finishing.append(future)  # the list of that moment: each end makes a new one
+
+        await asyncio.wrap_future(self._send(run, deferred=True, settles=False))
 
     async def resume(self) -> None:
         """Open the gate."""
