@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 
 import psutil
@@ -162,6 +163,105 @@ def test_a_replica_that_fails_ends_the_others(tiny, monkeypatch):
     assert row.seconds == []
     assert row.problem.startswith("exit code 1"), row.problem
     assert "/nowhere" in row.problem
+
+
+def test_a_second_stop_does_not_cut_the_clean_end_short(tiny, monkeypatch):
+    order, end_trees = [], rollout.end_trees
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(rollout, "_wait", interrupted)
+    monkeypatch.setattr(rollout, "end_trees", lambda trees: (order.append("end"), end_trees(trees)))
+    rows = rollout.run(
+        tiny, [("vexact", Split())], [Load(1, 4, 4)], device="cpu", repeats=1, memory=0.5,
+        stopping=lambda: order.append("stopping"),
+    )  # fmt: skip
+    with pytest.raises(KeyboardInterrupt):
+        list(rows)
+    assert order == ["stopping", "end"]
+
+
+def as_worker(monkeypatch, tmp_path, code: str) -> None:
+    """Processes of `bench rollout` run this code instead of an engine."""
+    program = tmp_path / "worker"
+    program.write_text(f"#!{sys.executable}\n{code}\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+
+
+def test_an_engine_that_hangs_is_ended(tiny, tmp_path, monkeypatch):
+    as_worker(monkeypatch, tmp_path, "import time; print('loading weights', flush=True); time.sleep(600)")
+    asked = ["--model", str(tiny), "--device", "cpu", "--load", "2x4x3", "--engine", "vexact", "--limit", "2", "--json"]
+    result = CliRunner().invoke(app, ["bench", "rollout", *asked])
+    assert result.exit_code == 1
+    (row,) = json.loads(result.stdout)["models"][0]["rows"]
+    assert row["problem"] == "ended after 2 s without a figure: loading weights"
+    assert not psutil.Process().children()
+
+
+def test_a_figure_gives_an_engine_new_time(tiny, tmp_path, monkeypatch):
+    code = (
+        "import json, sys, time\n"
+        "for done in (1, 2, 3):\n"
+        "    time.sleep(1.2)\n"
+        "    one = {'seconds': [1.0], 'start_seconds': 1.0, 'host': {}}\n"
+        "    open(sys.argv[4] + '.part', 'w').write(json.dumps([one] * done))\n"
+        "    __import__('os').replace(sys.argv[4] + '.part', sys.argv[4])"
+    )
+    as_worker(monkeypatch, tmp_path, code)
+    rows = rollout.run(
+        tiny, [("vexact", Split())], [Load(1, 4, 4)] * 3, device="cpu", repeats=1, memory=0.5, limit=3
+    )  # fmt: skip
+    assert [row.problem for row in rows] == [""] * 3
+
+
+def test_a_dead_replica_leaves_nothing_behind(tiny, tmp_path, monkeypatch):
+    """An engine's own processes go with it, also where it was killed and could not end them."""
+    note = tmp_path / "pid"
+    code = (
+        "import os, signal, subprocess\n"
+        f"open({str(note)!r}, 'w').write(str(subprocess.Popen(['sleep', '600']).pid))\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    as_worker(monkeypatch, tmp_path, code)
+    (row,) = rollout.run(tiny, [("vexact", Split())], [Load(1, 4, 4)], device="cpu", repeats=1, memory=0.5)
+    assert row.problem.startswith("exit code -9")
+    pid = int(note.read_text())
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_profile_that_cannot_be_written_is_refused_at_once(tiny, tmp_path):
+    file = tmp_path / "nowhere" / "profile.txt"
+    asked = ["--model", str(tiny), "--device", "cpu", "--load", "2x4x3", "--engine", "vexact", "--profile", str(file)]
+    result = CliRunner().invoke(app, ["bench", "rollout", *asked])
+    assert result.exit_code == 2
+    assert "--profile" in result.stderr
+
+
+def test_no_temporary_folder_is_told_by_name(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: [str(tmp_path / "nowhere")])
+    asked = ["--model", str(tiny), "--device", "cpu", "--load", "2x4x3", "--engine", "vexact"]
+    result = CliRunner().invoke(app, ["bench", "rollout", *asked])
+    assert result.exit_code == 2
+    assert "TMPDIR" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("visible", "devices"),
+    [
+        (None, [["0", "1"], ["2", "3"]]),
+        ("4,5,6,7,8", [["4", "5"], ["6", "7"]]),
+        (" 3, 2 ,1,0", [["3", "2"], ["1", "0"]]),
+        ("GPU-aa,GPU-bb, GPU-cc,GPU-dd", [["GPU-aa", "GPU-bb"], ["GPU-cc", "GPU-dd"]]),
+    ],
+)
+def test_each_replica_sees_its_own_devices(monkeypatch, visible, devices):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert rollout._visible_devices(Split(tensor=2, data=2)) == devices
 
 
 @pytest.mark.parametrize(

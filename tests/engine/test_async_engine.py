@@ -419,6 +419,116 @@ async def test_whoever_waits_for_the_end_hears_of_another_one(make_engine, ends)
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("before", ["resume", "abort_all", "finish"])
+async def test_finish_hears_of_the_end_right_after_another_verb(make_engine, before):
+    """Both verbs are sent while a step runs, and come one after the other."""
+    model = GatedModel()
+    engine = make_engine(model)
+    task = asyncio.ensure_future(engine.generate("a", [2], SamplingParams(max_tokens=3, ignore_eos=True)))
+    await until(model.inside.is_set)
+    model.go_on.clear()
+    model.inside.clear()
+    await until(lambda: model.inside.is_set() or task.done())
+    first = asyncio.ensure_future(getattr(engine, before)())
+    second = asyncio.ensure_future(engine.finish())
+    await asyncio.sleep(0.01)
+    model.go_on.set()
+    await asyncio.wait_for(asyncio.gather(first, second), 5)
+    await asyncio.wait_for(task, 5)
+
+
+@pytest.mark.asyncio
+async def test_what_is_parked_harms_nobody(make_engine):
+    """Odd requests fail alone, as they do outside of `finish`; an error that nobody foresaw, too."""
+    model = GatedModel()
+    engine = make_engine(model)
+    task = asyncio.ensure_future(engine.generate("a", [2], SamplingParams(max_tokens=40, ignore_eos=True)))
+    await until(model.inside.is_set)
+    finish = asyncio.ensure_future(engine.finish())
+    await asyncio.sleep(0.01)
+    odd = [asyncio.ensure_future(engine.generate(f"o{i}", [2], p)) for i, p in enumerate([5, {1: 2, "x": 3}])]
+
+    class Unforeseen:
+        def __array__(self, *args, **kwargs):
+            raise OSError("nobody foresaw this")
+
+    odd.append(asyncio.ensure_future(engine.generate("o2", Unforeseen())))
+    good = asyncio.ensure_future(engine.generate("good", [3], SamplingParams(max_tokens=4, ignore_eos=True)))
+    await asyncio.wait_for(finish, 10)
+    assert len((await task).token_ids) == 40
+    for failed, kind in zip(odd, (RequestError, RequestError, OSError), strict=True):
+        with pytest.raises(kind):
+            await asyncio.wait_for(failed, 5)
+    await engine.resume()
+    assert len((await asyncio.wait_for(good, 5)).token_ids) == 4
+
+
+@pytest.mark.asyncio
+async def test_abort_reaches_also_a_parked_request_of_the_same_name(make_engine):
+    model = GatedModel()
+    engine = make_engine(model)
+    running = asyncio.ensure_future(engine.generate("a", [2], LONG))
+    await until(model.inside.is_set)
+    finish = asyncio.ensure_future(engine.finish())
+    await asyncio.sleep(0.01)
+    parked = asyncio.ensure_future(engine.generate("a", [3], LONG))  # its name is free once the first has ended
+    await asyncio.sleep(0.01)
+    assert await engine.abort("a")
+    await asyncio.wait_for(finish, 10)
+    assert {(await running).finish_reason, (await parked).finish_reason} == {"abort"}
+
+
+@pytest.mark.asyncio
+async def test_abort_all_names_what_was_parked_also_where_it_turns_late_ones_away(make_engine):
+    model = GatedModel()
+    engine = make_engine(model)
+    running = asyncio.ensure_future(engine.generate("a", [2], LONG))
+    await until(model.inside.is_set)
+    finish = asyncio.ensure_future(engine.finish())
+    await asyncio.sleep(0.01)
+    parked = asyncio.ensure_future(engine.generate("parked", [3], LONG))
+    await asyncio.sleep(0.01)
+    assert sorted(await engine.abort_all(reject_new=True)) == ["a", "parked"]
+    await asyncio.wait_for(finish, 10)
+    late = await asyncio.wait_for(engine.generate("late", [3], LONG), 5)
+    assert {(await running).finish_reason, (await parked).finish_reason, late.finish_reason} == {"abort"}
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("in_flight", ["finish", "abort"])
+async def test_what_ended_before_a_failed_update_is_handed_out(make_engine, in_flight):
+    engine = make_engine()
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    await engine.pause()
+    tasks = [asyncio.ensure_future(engine.generate(str(i), [2 + i], params)) for i in range(3)]
+    await asyncio.sleep(0.01)
+    with pytest.raises(KeyError, match="unknown weight pepper"):
+        await engine.update_weights([("pepper", torch.tensor(1))], 1, in_flight=in_flight)
+    for task in tasks:
+        output = await asyncio.wait_for(task, 5)
+        want = ("length", 40) if in_flight == "finish" else ("abort", 0)
+        assert (output.finish_reason, len(output.token_ids)) == want
+
+
+@pytest.mark.asyncio
+async def test_a_step_that_fails_in_an_update_ends_the_engine_for_all(make_engine):
+    model = GatedModel()
+    engine = make_engine(model)
+    await engine.pause()
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (2, 30)]
+    tasks = [asyncio.ensure_future(engine.generate(str(i), [2 + i], each)) for i, each in enumerate(params)]
+    await asyncio.sleep(0.01)
+    model.fail_at = model.forwards + 10
+    with pytest.raises(EngineDeadError):
+        await engine.update_weights(salt(1), 1, in_flight="finish")
+    for task in tasks:
+        with pytest.raises(EngineDeadError):
+            await asyncio.wait_for(task, 5)
+    with pytest.raises(EngineDeadError):
+        engine.check_health()
+
+
+@pytest.mark.asyncio
 async def test_weights_change_only_between_steps_while_requests_run(make_engine):
     model = GatedModel()
     engine = make_engine(model, enable_prefix_cache=True, max_num_seqs=4)

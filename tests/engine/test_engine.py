@@ -365,6 +365,18 @@ def test_weight_update_may_wait_for_what_is_in_flight(ahead):
     assert output.weight_versions == [1] * 9
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("in_flight", ["abort", "finish"])
+def test_a_failed_weight_update_loses_nothing_that_ended_before(ahead, in_flight):
+    engine = fake_engine(device=DeferredDevice() if ahead else None, max_num_seqs=1)
+    for name in "ab":
+        engine.add(name, [2], SamplingParams(max_tokens=9, ignore_eos=True))
+    with pytest.raises(KeyError, match="pepper"):
+        engine.update_weights([("pepper", torch.tensor(1))], 1, in_flight=in_flight)
+    assert [output.request_id for output in engine.drain()] == ["a", "b"]
+    assert not engine.has_work()
+
+
 def test_a_failed_weight_update_stops_the_engine_until_one_succeeds():
     engine = fake_engine()
     params = SamplingParams(max_tokens=9, ignore_eos=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from types import SimpleNamespace
 
 import numpy as np
@@ -177,3 +178,59 @@ def test_a_dense_model_has_no_routes(make):
 def test_the_switch_is_a_switch():
     with pytest.raises(RequestError, match="record_routes=1: expected true or false"):
         SamplingParams(record_routes=1)
+
+
+class SaltedModel(RoutedModel):
+    """Its experts tell the weights, too: 100 more for each version."""
+
+    def forward(self, token_ids_T, paged, k_pages, v_pages, chosen=None):
+        hidden = super().forward(token_ids_T, paged, k_pages, v_pages, chosen)
+        for expert_TK in chosen or ():
+            expert_TK[:, 0] += 100 * (self.salt or 0)
+        return hidden
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_routes_are_those_of_the_tokens_whatever_happens_meanwhile(make, seed):
+    """Preemption, shared prefixes, chunks, aborts, weight updates and a released cache, in any order."""
+    rng = random.Random(seed)
+    engine = make(
+        SaltedModel(), kv_cache_tokens=rng.choice([48, 64, 96]), max_num_seqs=rng.choice([2, 4, 8]),
+        enable_prefix_cache=rng.random() < 0.7, max_num_batched_tokens=rng.choice([8, 16, 64]),
+        max_prefill_chunk=rng.choice([None, 3, 5]),
+    )  # fmt: skip
+    stems = random_prompts(2, 20, 20, VOCAB, seed=seed)
+    asked, outputs, version = {}, [], 0
+    for _ in range(200):
+        chance = rng.random()
+        if chance < 0.25 and len(asked) < 40:
+            prompt = rng.choice(stems)[: rng.randint(1, 20)] + [
+                rng.randrange(2, VOCAB) for _ in range(rng.randint(0, 3))
+            ]
+            name, records = str(len(asked)), rng.random() < 0.6
+            asked[name] = prompt, records
+            tokens = rng.randint(1, 20)
+            engine.add(name, prompt, SamplingParams(max_tokens=tokens, ignore_eos=True, record_routes=records))
+        elif chance < 0.29 and engine.request_ids():
+            outputs += engine.abort(rng.choice(engine.request_ids()))
+        elif chance < 0.33:
+            version += 1
+            in_flight = rng.choice(["keep", "keep", "abort", "finish"])
+            outputs += engine.update_weights([("salt", torch.tensor(version))], version, in_flight=in_flight)
+        elif chance < 0.36:
+            engine.release_kv_cache()
+            engine.resume_kv_cache()
+        elif engine.has_work():
+            outputs += engine.step()
+    outputs += run_all(engine).values()
+    assert {output.request_id for output in outputs} == asked.keys()
+    for output in outputs:
+        prompt, records = asked[output.request_id]
+        if not records:
+            assert output.routes_TLK is None
+        elif output.token_ids:
+            want = expected(prompt, output.token_ids)
+            assert (output.routes_TLK[:, :, 0] % 100 == want[:, :, 0]).all()
+            assert (output.routes_TLK[:, :, 1:] == want[:, :, 1:]).all()
+            drew = output.routes_TLK[len(prompt) - 1 :, :, 0] // 100
+            assert (drew == np.array(output.weight_versions)[:, None]).all(), "not of the weights that drew the token"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import socket
 import urllib.request
 from pathlib import Path
 
@@ -404,6 +405,51 @@ async def test_metrics_are_prometheus_text(folder):
     finally:
         server.engine.shutdown()
     assert await scraped(address) == {"verl_tim_engine_up": (0, labels)}, "an engine that has failed"
+
+
+async def test_scrapes_are_answered_whatever_the_engine_does(folder, monkeypatch):
+    monkeypatch.setattr("verl_tim.rollout.server._STATS_SECONDS", 0.2)
+    server, go_on = make(folder), asyncio.Event()
+    weights = load_file(f"{folder}/model.safetensors")
+
+    async def slow():
+        await go_on.wait()
+        for item in weights.items():
+            yield item
+
+    try:
+        address = await server.serve_metrics("127.0.0.1", None)
+        begun = asyncio.ensure_future(server.engine.update_weights(slow(), 1))
+        during = await asyncio.wait_for(asyncio.gather(*[scraped(address) for _ in range(4)]), 30)
+        assert [{name: value for name, (value, _) in each.items()} for each in during] == [
+            {"verl_tim_engine_up": 1}
+        ] * 4
+        go_on.set()
+        await begun
+        monkeypatch.setattr("verl_tim.rollout.server._STATS_SECONDS", 30.0)
+        assert (await scraped(address))["verl_tim_weight_version"][0] == 1
+        await server.sleep()
+        asleep = await scraped(address)
+        assert asleep["verl_tim_engine_up"][0] == asleep["verl_tim_weight_updates_total"][0] == 1
+        assert asleep["verl_tim_kv_cache_usage_perc"][0] == 0
+        assert len(asyncio.all_tasks()) == 1, "of scrapes that were given up nothing is left"
+    finally:
+        go_on.set()
+        server.engine.shutdown()
+
+
+async def test_an_ipv6_address_is_written_as_urls_write_it(folder):
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    server = make(folder)
+    try:
+        address = await server.serve_metrics("::1", None)
+        assert address.startswith("[::1]:")
+        assert (await scraped(address))["verl_tim_engine_up"][0] == 1
+    finally:
+        server.engine.shutdown()
 
 
 async def test_two_servers_of_one_machine_listen_apart(folder):

@@ -46,6 +46,18 @@ def test_where_there_is_no_room_the_choice_stays_verls(ephemeral, text):
     assert master_port.port_range() is None
 
 
+@pytest.mark.parametrize("text", ["", "\n", "on\n", "32768,60999\n", "\u0663\u0662 1\n", None])
+def test_a_system_that_does_not_say_keeps_no_run_from_its_start(ephemeral, text, caplog):
+    ephemeral(text)
+    assert master_port.port_range() is None
+    assert "names no ports" in caplog.text
+
+
+def test_nor_does_one_that_lets_nobody_read_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(master_port, "_EPHEMERAL", tmp_path)  # a folder: reading fails, for root, too
+    assert master_port.port_range() is None
+
+
 def test_verls_worker_group_is_given_the_range():
     asked = []
 

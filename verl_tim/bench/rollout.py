@@ -13,8 +13,10 @@ share of the requests (data parallel), as in a training run; those begin togethe
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
+import math
 import os
 import re
 import statistics
@@ -27,6 +29,8 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from verl_tim.launch.process import end_trees, tie_to_parent
 from verl_tim.models.config import ModelConfig
@@ -179,10 +183,12 @@ def run(
     device: str,
     repeats: int,
     memory: float,
+    limit: float = math.inf,
     profile: Path | None = None,
     progress: Callable[[str], None] = lambda text: None,
+    stopping: Callable[[], object] = lambda: None,
 ) -> Iterator[Figures]:
-    """Measure every engine on every load; a row as soon as it is known.
+    """Measure every engine on every load; the rows of an engine when it has ended.
 
     A KeyboardInterrupt ends the engine's processes and is raised again, after the rows that it had measured.
 
@@ -190,7 +196,10 @@ def run(
         folder: of the model; its config.json suffices, weights are made up.
         engines: names, and how each uses the devices.
         memory: share of each GPU that an engine may hold.
+        limit: seconds that an engine may take for its start and the first load, and for each further one.
         profile: file for a profile of the first vexact's decode steps under the first load.
+        progress: told which engine begins.
+        stopping: called after a KeyboardInterrupt, before processes are ended; another one must not come then.
     """
     for engine, split in engines:
         problem = unavailable(engine, device)
@@ -209,7 +218,7 @@ def run(
         }
         if engine == "vexact":
             profile = None
-        yield from _in_processes(spec, loads, split)
+        yield from _in_processes(spec, loads, split, limit, stopping)
 
 
 def name_of(engine: str, split: Split) -> str:
@@ -217,7 +226,9 @@ def name_of(engine: str, split: Split) -> str:
     return engine if split.devices == 1 else f"{engine}:{split}"
 
 
-def _in_processes(spec: dict[str, Any], loads: Sequence[Load], split: Split) -> Iterator[Figures]:
+def _in_processes(
+    spec: dict[str, Any], loads: Sequence[Load], split: Split, limit: float, stopping: Callable[[], object]
+) -> Iterator[Figures]:
     """One process per replica. An engine that ends early keeps what all of its replicas had measured."""
     shares = list(zip(*(split.shares(load) for load in loads), strict=True))
     why, stopped = "", None
@@ -227,11 +238,12 @@ def _in_processes(spec: dict[str, Any], loads: Sequence[Load], split: Split) -> 
             for replica, share in enumerate(shares):
                 asked = {**spec, "loads": [asdict(load) for load in share]}
                 replicas.append(_start(place, replica, asked, split))
-            why = _wait(place, replicas)
+            why = _wait(place, replicas, limit)
         except KeyboardInterrupt as interrupt:
+            stopping()
             stopped = interrupt
         finally:
-            end_trees([process for process in replicas if process.poll() is None])
+            _end(replicas)
         told = [_read(place / f"result{replica}.json") for replica in range(split.data)]
     measured = 0
     for load, results in zip(loads, zip(*told, strict=False), strict=False):
@@ -272,23 +284,52 @@ def _start(place: Path, replica: int, spec: dict[str, Any], split: Split) -> sub
 def _visible_devices(split: Split) -> list[list[str]]:
     """The devices of each replica, as CUDA_VISIBLE_DEVICES names them."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = visible.split(",") if visible else [str(index) for index in range(split.devices)]
+    names = [name.strip() for name in visible.split(",")] if visible else [str(index) for index in range(split.devices)]
     each = split.tensor * split.pipeline
     return [names[replica * each : (replica + 1) * each] for replica in range(split.data)]
 
 
-def _wait(place: Path, replicas: list[subprocess.Popen[bytes]]) -> str:
+def _wait(place: Path, replicas: list[subprocess.Popen[bytes]], limit: float) -> str:
     """Wait for all, or for the first that fails, for which the others would wait for ever; why that one failed."""
+    told, deadline = 0, time.monotonic() + limit
     while True:
         codes = [process.poll() for process in replicas]
         for replica, code in enumerate(codes):
             if code:
-                text = (place / f"log{replica}").read_text(encoding="utf-8", errors="replace")
-                last = text.strip().splitlines()[-1:]
-                return f"exit code {code}: {last[0] if last else 'no output'}"
+                return f"exit code {code}: {_last_line(place, replica)}"
         if None not in codes:
             return ""
+        fewest = min(len(_read(place / f"result{replica}.json")) for replica in range(len(replicas)))
+        if fewest > told:
+            told, deadline = fewest, time.monotonic() + limit
+        if time.monotonic() > deadline:
+            return f"ended after {limit:.0f} s without a figure: {_last_line(place, codes.index(None))}"
         time.sleep(0.1)
+
+
+def _last_line(place: Path, replica: int) -> str:
+    text = (place / f"log{replica}").read_text(encoding="utf-8", errors="replace")
+    last = text.strip().splitlines()[-1:]
+    return last[0] if last else "no output"
+
+
+def _end(replicas: list[subprocess.Popen[bytes]]) -> None:
+    """End what runs, and what those left behind that died: each began a session, in which its own processes are."""
+    end_trees([process for process in replicas if process.poll() is None])
+    # A number that is a process's again is a stranger's: as a session's it is kept while the session has members.
+    sessions = {process.pid for process in replicas if not psutil.pid_exists(process.pid)}
+    left = [process for process in psutil.process_iter() if _session(process.pid) in sessions]
+    for process in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(left, timeout=5)
+
+
+def _session(pid: int) -> int | None:
+    try:
+        return os.getsid(pid)
+    except OSError:  # it has ended, or is nothing of ours
+        return None
 
 
 def _read(told: Path) -> list[dict[str, Any]]:

@@ -181,9 +181,9 @@ def measure(spec: dict[str, Any], tell: Callable[[list[dict[str, Any]]], None]) 
             runs.append(engine.run(load, load.output))
         host = {name: float(np.median([run[1][name] for run in runs])) for name in runs[0][1]}
         results.append({"seconds": [run[0] for run in runs], "start_seconds": start_seconds, "host": host})
+        tell(results)
         if number == 0 and spec["profile"] is not None and isinstance(engine, Ours):
             engine.profile(load, Path(spec["profile"]))
-        tell(results)
 
 
 def main(asked: Path, told: Path) -> None:

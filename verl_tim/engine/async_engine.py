@@ -121,8 +121,10 @@ class AsyncEngine:
         """Abort one request; its caller gets what it drew. False if it is not in flight."""
 
         def run() -> bool:
+            ended = self._resolve(self._engine.abort(request_id))
+            # only now: a parked one may have the name of one that was in flight
             self._let_in(lambda parked: parked.request_id == request_id)
-            return bool(self._resolve(self._engine.abort(request_id)))
+            return bool(ended + self._resolve(self._engine.abort(request_id)))
 
         return await self._call(run)
 
@@ -137,8 +139,9 @@ class AsyncEngine:
         """
 
         def run() -> list[str]:
-            self._paused, self._rejecting = True, reject_new
+            self._paused, self._rejecting = True, False
             self._wait_no_more()
+            self._rejecting = reject_new
             return self._resolve(self._engine.abort())
 
         return await self._call(run)
@@ -156,7 +159,11 @@ class AsyncEngine:
 
         Where no step can run (the gate is closed, the engine asleep or without weights) they wait, as by :meth:`pause`.
         """
-        await asyncio.wrap_future(self._send(self._finishing.append, deferred=True, settles=False))
+
+        def run(future: concurrent.futures.Future) -> None:
+            self._finishing.append(future)  # the list of that moment: each end makes a new one
+
+        await asyncio.wrap_future(self._send(run, deferred=True, settles=False))
 
     async def resume(self) -> None:
         """Open the gate."""
@@ -182,6 +189,8 @@ class AsyncEngine:
 
         Args:
             weights: (Hugging Face name, tensor) pairs; an asynchronous stream is pulled from the calling event loop.
+            in_flight: "finish" makes its steps within this call, behind a closed gate, too, and every other call waits
+                for them; :meth:`finish` before the update does not hold up the others.
             reader: of a split engine's `weight_stream.LocalTensors` among them.
 
         Raises:
@@ -196,6 +205,10 @@ class AsyncEngine:
             try:
                 self._resolve(self._engine.update_weights(stream, version, in_flight=in_flight, reader=reader))
             except Exception as error:
+                try:
+                    self._resolve(self._engine.drain())  # what had ended before
+                except EngineDeadError:  # a step of "finish" failed, or a rank is lost
+                    raise _Fatal(error) from error
                 if self._engine.no_weights is not None:
                     self._fail_waiters(error)
                 raise
@@ -393,7 +406,7 @@ class AsyncEngine:
                 continue
             try:
                 self._enter(each)
-            except (EngineStateError, ValueError) as error:
+            except Exception as error:  # its caller's alone, as in `_run`
                 each.future.set_exception(error)
 
     def _abandon(self, request_id: str, future: concurrent.futures.Future) -> None:

@@ -131,8 +131,10 @@ class SamplingParams:
         always recorded, and a request is one response. ``max_new_tokens`` is another name of ``max_tokens``.
 
         Raises:
-            RequestError: an unknown name (the message lists the known ones) or a value out of range.
+            RequestError: no mapping, an unknown name (the message lists the known ones) or a value out of range.
         """
+        if not isinstance(values, Mapping):
+            raise RequestError(f"params={values!r}: expected a mapping of sampling parameters by name")
         known = {f.name for f in dataclasses.fields(cls)}
         values = dict(values)
         logprobs = values.pop("logprobs", None)
@@ -146,7 +148,7 @@ class SamplingParams:
             if values.get("max_tokens") is not None:
                 raise RequestError("max_new_tokens and max_tokens are two names of one parameter; send one of them")
             values["max_tokens"] = values.pop("max_new_tokens")
-        unknown = sorted(set(values) - known)
+        unknown = sorted(set(values) - known, key=str)
         if unknown:
             raise RequestError(
                 f"unknown sampling parameter {', '.join(map(repr, unknown))}; known: "

@@ -452,7 +452,8 @@ class Engine:
         Raises:
             EngineStateError: there are requests to finish, and no weights or no KV cache to do it with.
             Whatever the stream or the model raises (``models.WeightError`` names the tensor). The model is then in
-            between: the engine refuses to run until an update succeeds; unfinished requests stay.
+            between: the engine refuses to run until an update succeeds; unfinished requests stay, and the outputs come
+            with the next :meth:`drain` or :meth:`step`.
         """
         self._check_update(version, in_flight)
         if reader is not None:
@@ -460,13 +461,16 @@ class Engine:
         self._check_alive()
         self._settle()
         outputs = self.abort() if in_flight == "abort" else []
-        if in_flight == "finish" and self.has_work():
-            self._check_ready()
-            while self.has_work():
+        if in_flight == "finish":
+            if self._scheduler.has_work():
+                self._check_ready()
+            while self._scheduler.has_work():
                 outputs += self.step()
+            outputs += self.drain()
         try:
             self._model.load_weights(weights)
         except BaseException as error:
+            self._ready = outputs + self._ready
             self._no_weights = f"the last weight update failed ({type(error).__name__}: {error}); repeat update_weights"
             raise
         self._no_weights = None

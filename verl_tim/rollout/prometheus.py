@@ -37,13 +37,14 @@ class EngineCollector(Collector):
     """Reads one engine at each scrape.
 
     Args:
-        stats: a copy of the engine's, from any thread; raises EngineDeadError where it has failed.
+        stats: a copy of the engine's, from any thread; None while it does what takes longer than a scrape may, such as
+            a weight update; raises EngineDeadError where it has failed.
         weight_version: of the weights in use, as verl counts them.
         labels: of every metric.
     """
 
     def __init__(
-        self, stats: Callable[[], EngineStats], weight_version: Callable[[], int], labels: Mapping[str, str]
+        self, stats: Callable[[], EngineStats | None], weight_version: Callable[[], int], labels: Mapping[str, str]
     ) -> None:
         self._stats, self._weight_version = stats, weight_version
         self._names, self._values = tuple(labels), tuple(labels.values())
@@ -58,6 +59,8 @@ class EngineCollector(Collector):
             return
         up.add_metric(self._values, 1)
         yield up
+        if stats is None:
+            return
         for name, (text, read) in _COUNTERS.items():
             counter = CounterMetricFamily(_PREFIX + name, text, labels=self._names)
             counter.add_metric(self._values, read(stats))

@@ -8,6 +8,7 @@ every waiting and every later caller, with its cause.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import dataclasses
 import logging
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
@@ -37,8 +38,8 @@ logger = logging.getLogger(__name__)
 # Counters of `EngineStats` that a report holds.
 REPORTED_COUNTERS = ("steps", "drawn_tokens", "preemptions", "chunk_cuts", "prefix_hit_tokens", "weight_updates")
 
-# A scrape waits so long for the step that runs.
-_STATS_SECONDS = 30.0
+# A scrape waits so long for what the engine does. The Prometheus that verl sets up gives up after ten seconds.
+_STATS_SECONDS = 5.0
 
 # verl's names for how a response ended (workers/rollout/vllm_rollout/vllm_async_server.py:724).
 _STOP_REASONS = {"stop": "completed", "length": "completed", "abort": "aborted"}
@@ -369,7 +370,7 @@ class EngineServer:
         return {"counters": counters, "marks": marks, "failures": failures}
 
     async def serve_metrics(self, address: str, model_name: str | None) -> str:
-        """Serve the engine's metrics as Prometheus text until this process ends; "address:port".
+        """Serve the engine's metrics as Prometheus text until this process ends; "address:port", a URL's host.
 
         Args:
             address: of this node, at which to listen.
@@ -377,8 +378,13 @@ class EngineServer:
         """
         loop = asyncio.get_running_loop()
 
-        def stats() -> EngineStats:
-            return asyncio.run_coroutine_threadsafe(self.engine.stats(), loop).result(_STATS_SECONDS)
+        def stats() -> EngineStats | None:
+            future = asyncio.run_coroutine_threadsafe(self.engine.stats(), loop)
+            try:
+                return future.result(_STATS_SECONDS)
+            except concurrent.futures.TimeoutError:
+                future.cancel()
+                return None
 
         labels = {
             "rollout": self.name,
@@ -386,7 +392,7 @@ class EngineServer:
             "model_name": model_name or Path(self.options.engine.model_path).name,
         }
         port = serve(EngineCollector(stats, lambda: self.global_steps, labels), address)
-        return f"{address}:{port}"
+        return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
     async def weight_checksum(self) -> str:
         """Checksum over all weights in use."""

@@ -6,10 +6,13 @@ See `verl_tim.plugin.patch_master_port`.
 from __future__ import annotations
 
 import functools
+import logging
 import secrets
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _LOWEST = 20000
@@ -23,11 +26,15 @@ _TRIED = 64
 def port_range() -> list[int] | None:
     """Half-open range of ports, drawn anew in each call, that no outgoing connection of this machine gets.
 
-    None where the system leaves no room below the ports that it hands out.
+    None, and then verl chooses as it would, where the system leaves no room below the ports that it hands out, or does
+    not say which those are.
     """
     try:
         first_ephemeral = int(_EPHEMERAL.read_text(encoding="ascii").split()[0])
-    except FileNotFoundError:  # no Linux
+    except (OSError, ValueError, IndexError) as error:  # no Linux, or a sandbox's own /proc
+        logger.warning(
+            "%s names no ports (%r): the trainer workers' port may be taken by a connection", _EPHEMERAL, error
+        )
         return None
     room = min(first_ephemeral, _END) - _LOWEST - _TRIED
     if room < _TRIED:

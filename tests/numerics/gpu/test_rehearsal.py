@@ -18,6 +18,7 @@ pytest.importorskip("triton")
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
+from triton.runtime import _async_compile
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
@@ -118,6 +119,37 @@ def test_compilations_run_side_by_side_and_keep_their_errors(monkeypatch):
     assert {future.result(0) for future in futures[:2]} == {0, 1}
     with pytest.raises(ValueError, match="no number"):
         futures[2].result(0)
+
+
+@pytest.mark.parametrize("error", [AttributeError("another Triton"), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize("during", ["work", "compile"])
+def test_a_rehearsal_that_is_cut_off_ends(monkeypatch, error, during):
+    """Triton waits for all that was noted, of which nobody compiles anything any more."""
+    monkeypatch.setattr(knobs.runtime, "interpret", False)
+    raised = []
+
+    def cut_off(*args):
+        raise error
+
+    def work():
+        mode = _async_compile.active_mode.get()
+        for key in ("one", "two"):
+            mode.submit(key, lambda: None, lambda kernel: None)
+        if during == "work":
+            cut_off()
+
+    def run():
+        try:
+            rehearsal.rehearse(torch.device("cuda", 0), work)
+        except BaseException as found:
+            raised.append(found)
+
+    if during == "compile":
+        monkeypatch.setattr(rehearsal._Noted, "compile", cut_off)
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(3)
+    assert raised == [error]
 
 
 def _run(module, *arguments, cache):

@@ -76,6 +76,13 @@ def test_a_choice_from_outside_takes_the_place_of_its_own():
     assert same_bits(same[1], router.router(x, weight, 3, True)[1])
 
 
+@pytest.mark.parametrize("shape", [(7, 2), (7, 4), (6, 3)])
+def test_given_experts_have_the_shape_of_chosen_ones(shape):
+    x, weight = values(7, 32), values(10, 32, seed=1, scale=0.3)
+    with pytest.raises(ContractError, match="given experts"):
+        router.router(x, weight, 3, True, lambda _: torch.zeros(shape, dtype=torch.int64, device=DEVICE))
+
+
 def test_gradients_of_given_experts():
     """Through the router's own function, as the trainer calls it."""
     from verl_tim.numerics.moe import _Router

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from verl_tim.commands.output import bad_input, print_json, stderr, table
+from verl_tim.commands.output import bad_input, print_json, stderr, table, writing
 
 if TYPE_CHECKING:
     from verl_tim.bench.rollout import Figures, Load, Split
@@ -43,6 +44,9 @@ def command(
     bandwidth: Annotated[
         float | None, typer.Option(help="TB/s that reads reach, for the floor. Default: known for an H200 (4.3).")
     ] = None,
+    limit: Annotated[
+        float, typer.Option(min=1, help="Seconds after which an engine that has no new figure is ended as failed.")
+    ] = 3600.0,
     profile: Annotated[
         Path | None, typer.Option(help="Write a profile of this engine's decode steps to this file.")
     ] = None,
@@ -58,14 +62,19 @@ def command(
         models = _models(shape, model, load, device)
         engines = [_engine(text, device) for text in engine or _DEFAULT_ENGINES]
         _check_shares(engines, models)
+        with writing("TMPDIR"):
+            tempfile.gettempdir()
+        if profile is not None:
+            with writing("--profile"):
+                profile.touch()
     machine = _machine(device)
     if bandwidth is None:
         bandwidth = _BANDWIDTH.get(machine["device"])
     speed = None if bandwidth is None else bandwidth * 1e12  # of one device
     console = stderr()
     sections: list[dict[str, Any]] = []
-    stopped = False
-    with stop_requests():
+    stopped = failed = False
+    with stop_requests() as ignore_more:
         for name, loads in models.items():
             with _folder(name, model) as folder, console.status(name) as status:
                 figures: list[rollout.Figures] = []
@@ -76,12 +85,15 @@ def command(
                     device=device,
                     repeats=repeats,
                     memory=memory,
+                    limit=limit,
                     profile=profile,
                     progress=lambda text, name=name, status=status: status.update(f"{name}: {text}"),  # type: ignore[misc]
+                    stopping=ignore_more,
                 )
                 try:
                     for row in rows:
                         figures.append(row)
+                        failed |= bool(row.problem) and rollout.unavailable(row.engine, device) is None
                         console.print(f"{name}, {_told(row)}", highlight=False)
                 except KeyboardInterrupt:
                     stopped = True
@@ -94,7 +106,7 @@ def command(
         _print(machine, sections)
     if stopped:
         raise typer.Exit(130)
-    if any(row["problem"].startswith("exit code") for section in sections for row in section["rows"]):
+    if failed:
         raise typer.Exit(1)
 
 
@@ -169,7 +181,6 @@ def _models(shape: list[str] | None, model: Path | None, load: list[str] | None,
 def _folder(name: str, model: Path | None) -> Any:
     """The model's folder; of a shape, one that holds its config alone, and only for a while."""
     import contextlib
-    import tempfile
 
     from verl_tim.tasks.random_model import hf_config
 

@@ -64,6 +64,12 @@ class _Noted(Executor):
                 future.add_done_callback(lambda _: bar.update())
                 pool.submit(_settle, future, run)
 
+    def give_up(self, error: BaseException) -> None:
+        """Nobody compiles what is left: whoever waits for it, as Triton does when its mode ends, gets the error."""
+        for future, _ in self._compilations:
+            if not future.done():
+                future.set_exception(error)
+
 
 def _settle(future: Future[Any], run: Callable[[], Any]) -> None:
     try:
@@ -116,7 +122,8 @@ def rehearse(device: torch.device, work: Callable[[], None], *, title: str = "co
         How many kernels were made ready: compiled, or found in Triton's cache on disk. 0 in Triton's interpreter.
 
     Raises:
-        What Triton raises at the launch of a kernel that does not compile, once the others are ready.
+        What `work` raises; what Triton raises at the launch of a kernel that does not compile, once the others are
+        ready.
     """
     if knobs.runtime.interpret:
         return 0
@@ -125,9 +132,13 @@ def rehearse(device: torch.device, work: Callable[[], None], *, title: str = "co
         _rehearsing.set(True)
         noted = _Noted()
         with AsyncCompileMode(noted) as mode:
-            with meta_stands_for(device), _launches_only_noted():
-                work()
-            noted.compile(title)
+            try:
+                with meta_stands_for(device), _launches_only_noted():
+                    work()
+                noted.compile(title)
+            except BaseException as error:
+                noted.give_up(error)
+                raise
         return len(mode.future_kernels)
 
     # `catch_warnings`: Triton's compiler changes the filters, which is not safe in threads; they are put back here.

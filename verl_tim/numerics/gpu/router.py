@@ -116,7 +116,7 @@ def route(logits_TE: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, Tenso
 
 
 def weigh(logits_TE: Tensor, expert_TK: Tensor, normalise: bool) -> Tensor:
-    """Weights float32 [T, K] of given experts, int32 [T, K], in the bits of `route` where it chooses the same."""
+    """Weights float32 [T, K] of given experts, int32 [T, K], of a row distinct: the bits of `route` for its own."""
     require_shape("router", "given experts", expert_TK, (logits_TE.shape[0], expert_TK.shape[-1]))
     return _run(logits_TE, expert_TK, normalise, given=True)
 
@@ -146,13 +146,15 @@ def router(
     """(expert int32 [T, K], weight float32 [T, K]) for bfloat16 x [T, D] and router weight [E, D]. No autograd.
 
     Args:
-        choose: the experts that were chosen -> those to take in their place, or None (routing replay).
+        choose: the experts that were chosen -> those to take in their place, or None (routing replay). In 0..E-1 and
+            of a row distinct, which is not looked at here: it would wait for the device.
     """
     logits_TE = router_logits(x_TD, router_ED)
     expert_TK, weight_TK = route(logits_TE, top_k, normalise)
     given_TK = None if choose is None else choose(expert_TK)
     if given_TK is None:
         return expert_TK, weight_TK
+    require_shape("router", "given experts", given_TK, tuple(expert_TK.shape))
     given_TK = given_TK.to(torch.int32).contiguous()
     return given_TK, weigh(logits_TE, given_TK, normalise)
 
