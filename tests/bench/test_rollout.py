@@ -192,26 +192,27 @@ def as_worker(monkeypatch, tmp_path, code: str) -> None:
 
 def test_an_engine_that_hangs_is_ended(tiny, tmp_path, monkeypatch):
     as_worker(monkeypatch, tmp_path, "import time; print('loading weights', flush=True); time.sleep(600)")
+    before = psutil.Process().children()  # other tests' helpers
     asked = ["--model", str(tiny), "--device", "cpu", "--load", "2x4x3", "--engine", "vexact", "--limit", "2", "--json"]
     result = CliRunner().invoke(app, ["bench", "rollout", *asked])
     assert result.exit_code == 1
     (row,) = json.loads(result.stdout)["models"][0]["rows"]
     assert row["problem"] == "ended after 2 s without a figure: loading weights"
-    assert not psutil.Process().children()
+    assert set(psutil.Process().children()) <= set(before)
 
 
 def test_a_figure_gives_an_engine_new_time(tiny, tmp_path, monkeypatch):
     code = (
         "import json, sys, time\n"
         "for done in (1, 2, 3):\n"
-        "    time.sleep(1.2)\n"
+        "    time.sleep(2)\n"
         "    one = {'seconds': [1.0], 'start_seconds': 1.0, 'host': {}}\n"
         "    open(sys.argv[4] + '.part', 'w').write(json.dumps([one] * done))\n"
         "    __import__('os').replace(sys.argv[4] + '.part', sys.argv[4])"
     )
     as_worker(monkeypatch, tmp_path, code)
     rows = rollout.run(
-        tiny, [("vexact", Split())], [Load(1, 4, 4)] * 3, device="cpu", repeats=1, memory=0.5, limit=3
+        tiny, [("vexact", Split())], [Load(1, 4, 4)] * 3, device="cpu", repeats=1, memory=0.5, limit=5
     )  # fmt: skip
     assert [row.problem for row in rows] == [""] * 3
 

@@ -383,16 +383,17 @@ def on_gpus(configs, device="cuda", count=1):
 
 
 def test_each_run_sees_the_gpus_with_the_fewest_runs_alone(verl, tmp_path, monkeypatch):
-    verl(steps=2, pause=0.3)
+    verl(steps=2, pause=1.0)
     monkeypatch.setattr(side_by_side, "visible_gpus", lambda: ("2", "GPU-5f"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,GPU-5f")
     root = tmp_path / "runs"
     matrix, configs = matrix_of(root, "a", "b", "c", "d", "e")
     states, code, seen = run(matrix, on_gpus(configs), at_once=4)
     assert code == 0
-    found = placed(root)
-    assert [found[name] for name in "abcd"] == ["2", "GPU-5f", "2", "GPU-5f"]
-    assert states["b"].to_dict()["gpus"] == ["GPU-5f"]
+    found = placed(root)  # what each run saw; which one it was given depends on how fast the others were
+    assert {name: [gpus] for name, gpus in found.items()} == {name: states[name].to_dict()["gpus"] for name in "abcde"}
+    assert set(found.values()) == {"2", "GPU-5f"}
+    assert found["a"] == "2"
     for now in seen:
         busy = [state.gpus for state in now if state.state is State.RUNNING]
         assert all(busy.count((gpu,)) <= 2 for gpu in ("2", "GPU-5f"))
@@ -404,7 +405,7 @@ def test_a_place_that_is_free_again_is_the_next_ones(verl, tmp_path, monkeypatch
     monkeypatch.setattr(side_by_side, "visible_gpus", lambda: ("0", "1"))
     matrix, configs = matrix_of(tmp_path / "runs", "slow", "b", "bad", "d")
     quick = process.verl_command
-    process.verl_command = lambda folder: [*quick(folder)[:-1], "2.5" if folder.name == "slow" else "0.2"]
+    process.verl_command = lambda folder: [*quick(folder)[:-1], "6" if folder.name == "slow" else "0.2"]
     _, code, _ = run(matrix, on_gpus(configs), at_once=2)
     assert code == 7
     assert placed(tmp_path / "runs") == {"slow": "0", "b": "1", "bad": "1", "d": "1"}
