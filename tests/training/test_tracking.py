@@ -317,3 +317,28 @@ def test_trackers_are_closed_when_training_ends(config, fails, code):
         assert fails
     assert codes == [code]
     del made
+
+
+@needs("wandb")
+@pytest.mark.parametrize("used", [True, False])
+def test_wandbs_process_has_ended_when_the_run_has(config, monkeypatch, used):
+    """After the run is finished; ending it earlier would lose what it still writes."""
+    import wandb
+
+    told = []
+
+    class Recorded:
+        def __init__(self, project, name, backends, config):
+            self.logger = dict.fromkeys(backends)
+
+        def finish(self, exit_code):
+            told.append(("finished", exit_code))
+
+    monkeypatch.setattr(tracking, "_before", lambda *_: None)
+    monkeypatch.setattr(tracking, "_after", lambda *_: None)
+    monkeypatch.setattr(wandb, "teardown", lambda exit_code: told.append(("ended", exit_code)))
+    made = tracking.labelled(Recorded)("project", "run", ["wandb" if used else "console"], config)
+    with tracking.closed_at_the_end():
+        pass
+    assert told == [("finished", 0), ("ended", 0)][: 2 if used else 1]
+    del made

@@ -136,14 +136,21 @@ def closed_at_the_end() -> Iterator[None]:
     """Close the trackers of this process when training ends, well or not.
 
     verl leaves that to the garbage collector, and Ray ends the process without one: what wandb has buffered is lost.
+    W&B's own process, too, must have written and ended by then. Python would wait for it at its exit; Ray kills a
+    worker's children before that, and on a busy machine the last step was missing in the file.
     """
     exit_code = 1
     try:
         yield
         exit_code = 0
     finally:
-        for tracking in list(_OPEN):
+        trackings = list(_OPEN)
+        for tracking in trackings:
             tracking.finish(exit_code=exit_code)
+        if any("wandb" in tracking.logger for tracking in trackings):
+            import wandb
+
+            wandb.teardown(exit_code=exit_code)
 
 
 @contextmanager
