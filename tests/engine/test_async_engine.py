@@ -386,17 +386,23 @@ async def test_finish_does_not_wait_for_what_cannot_go_on(make_engine, closed):
     )
 
 
-@pytest.mark.asyncio
-@pytest.mark.parametrize("ends", ["abort_all", "resume", "shutdown", "death"])
-async def test_whoever_waits_for_the_end_hears_of_another_one(make_engine, ends):
+async def parked_behind_finish(make_engine, name: str) -> tuple:
+    """(model, engine, request "a" under way, who waits for its end, request `name` that came after)."""
     model = GatedModel()
     engine = make_engine(model)
-    task = asyncio.ensure_future(engine.generate("a", [2], LONG))
+    running = asyncio.ensure_future(engine.generate("a", [2], LONG))
     await until(model.inside.is_set)
     finish = asyncio.ensure_future(engine.finish())
     await asyncio.sleep(0.01)
-    parked = asyncio.ensure_future(engine.generate("parked", [3], LONG))
+    parked = asyncio.ensure_future(engine.generate(name, [3], LONG))
     await asyncio.sleep(0.01)
+    return model, engine, running, finish, parked
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("ends", ["abort_all", "resume", "shutdown", "death"])
+async def test_whoever_waits_for_the_end_hears_of_another_one(make_engine, ends):
+    model, engine, task, finish, parked = await parked_behind_finish(make_engine, "parked")
     assert not finish.done()
     if ends == "abort_all":
         assert sorted(await engine.abort_all()) == ["a", "parked"]
@@ -465,14 +471,8 @@ async def test_what_is_parked_harms_nobody(make_engine):
 
 @pytest.mark.asyncio
 async def test_abort_reaches_also_a_parked_request_of_the_same_name(make_engine):
-    model = GatedModel()
-    engine = make_engine(model)
-    running = asyncio.ensure_future(engine.generate("a", [2], LONG))
-    await until(model.inside.is_set)
-    finish = asyncio.ensure_future(engine.finish())
-    await asyncio.sleep(0.01)
-    parked = asyncio.ensure_future(engine.generate("a", [3], LONG))  # its name is free once the first has ended
-    await asyncio.sleep(0.01)
+    # its name is free once the first has ended
+    _, engine, running, finish, parked = await parked_behind_finish(make_engine, "a")
     assert await engine.abort("a")
     await asyncio.wait_for(finish, 10)
     assert {(await running).finish_reason, (await parked).finish_reason} == {"abort"}
@@ -480,14 +480,7 @@ async def test_abort_reaches_also_a_parked_request_of_the_same_name(make_engine)
 
 @pytest.mark.asyncio
 async def test_abort_all_names_what_was_parked_also_where_it_turns_late_ones_away(make_engine):
-    model = GatedModel()
-    engine = make_engine(model)
-    running = asyncio.ensure_future(engine.generate("a", [2], LONG))
-    await until(model.inside.is_set)
-    finish = asyncio.ensure_future(engine.finish())
-    await asyncio.sleep(0.01)
-    parked = asyncio.ensure_future(engine.generate("parked", [3], LONG))
-    await asyncio.sleep(0.01)
+    _, engine, running, finish, parked = await parked_behind_finish(make_engine, "parked")
     assert sorted(await engine.abort_all(reject_new=True)) == ["a", "parked"]
     await asyncio.wait_for(finish, 10)
     late = await asyncio.wait_for(engine.generate("late", [3], LONG), 5)

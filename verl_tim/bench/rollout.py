@@ -32,6 +32,7 @@ from typing import Any
 
 import psutil
 
+from verl_tim.launch.gpus import VISIBLE, listed_gpus
 from verl_tim.launch.process import end_trees, tie_to_parent
 from verl_tim.models.config import ModelConfig
 
@@ -265,7 +266,7 @@ def _start(place: Path, replica: int, spec: dict[str, Any], split: Split) -> sub
         if replica:
             spec["profile"] = None
         if spec["device"] == "cuda":
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(_visible_devices(split)[replica])
+            environment[VISIBLE] = ",".join(_visible_devices(split)[replica])
     asked, told = place / f"spec{replica}.json", place / f"result{replica}.json"
     asked.write_text(json.dumps(spec), encoding="utf-8")
     command = [sys.executable, "-m", "verl_tim.bench.rollout_worker", str(asked), str(told)]
@@ -283,8 +284,7 @@ def _start(place: Path, replica: int, spec: dict[str, Any], split: Split) -> sub
 
 def _visible_devices(split: Split) -> list[list[str]]:
     """The devices of each replica, as CUDA_VISIBLE_DEVICES names them."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = [name.strip() for name in visible.split(",")] if visible else [str(index) for index in range(split.devices)]
+    names = listed_gpus() or [str(index) for index in range(split.devices)]
     each = split.tensor * split.pipeline
     return [names[replica * each : (replica + 1) * each] for replica in range(split.data)]
 

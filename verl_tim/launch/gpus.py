@@ -10,14 +10,18 @@ from omegaconf import DictConfig, OmegaConf
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
+def listed_gpus() -> list[str]:
+    """The names in `CUDA_VISIBLE_DEVICES`, numbers or UUIDs; none where it is not set, or empty."""
+    return [name.strip() for name in os.environ.get(VISIBLE, "").split(",") if name.strip()]
+
+
 def visible_gpus() -> tuple[str, ...]:
     """This process's GPUs by the names that `CUDA_VISIBLE_DEVICES` takes: what it lists now, else their numbers."""
     import torch
 
     count = torch.cuda.device_count()
-    listed = [name.strip() for name in os.environ.get(VISIBLE, "").split(",") if name.strip()]
     # CUDA reads the list up to the first name that is no GPU
-    return tuple(listed[:count] or map(str, range(count)))
+    return tuple(listed_gpus()[:count] or map(str, range(count)))
 
 
 def gpus_asked(config: DictConfig) -> int:

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from verl_tim.launch.errors import LaunchError
-from verl_tim.launch.run_folder import KEY
+from verl_tim.launch.run_folder import KEY, write_whole
 
 RECORD = "matrix.json"
 _LOCK = ".matrix.lock"
@@ -46,11 +46,9 @@ def read_record(folder: Path) -> dict[str, list[str]]:
 
 
 def write_record(folder: Path, content: Mapping[str, Sequence[str]]) -> None:
-    """Replace the record of a folder, in one step: a full disk leaves the old one."""
+    """Replace the record of a folder."""
     lasting = {name: deciding(words) for name, words in content.items()}
-    part = folder / f".{RECORD}.part"
-    part.write_text(json.dumps(lasting, indent=2) + "\n", encoding="utf-8")
-    part.replace(folder / RECORD)
+    write_whole(folder / RECORD, json.dumps(lasting, indent=2) + "\n")
 
 
 def deciding(words: Sequence[str]) -> list[str]:

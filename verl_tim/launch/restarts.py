@@ -19,7 +19,7 @@ from typing import Any
 from omegaconf import DictConfig, open_dict
 
 from verl_tim.launch.process import INTERRUPTED, Outcome, Step, exception_names
-from verl_tim.launch.run_folder import State, state_of
+from verl_tim.launch.run_folder import State, state_of, write_whole
 from verl_tim.training.checkpoints import TRACKER
 
 ATTEMPTS = "attempts.jsonl"
@@ -167,6 +167,4 @@ def record(folder: Path, outcome: Outcome) -> None:
         "seconds": round(outcome.seconds, 1),
         "cause": list(outcome.cause),
     }
-    part = folder / f".{ATTEMPTS}.part"
-    part.write_text(text + json.dumps(entry, ensure_ascii=False) + "\n", encoding="utf-8")
-    part.replace(path)
+    write_whole(path, text + json.dumps(entry, ensure_ascii=False) + "\n")

@@ -25,6 +25,13 @@ KEY = "tim.run_dir"
 LOG = LOG_NAME
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Replace a file in one step: a full disk leaves the old one."""
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(text, encoding="utf-8")
+    part.replace(path)
+
+
 def resumes(config: DictConfig) -> bool:
     """True when verl shall go on from a checkpoint, so that the folder may hold the run so far."""
     return str(config.trainer.resume_mode) != "disable"
