@@ -26,7 +26,7 @@ pytestmark = pytest.mark.gpu
 VOCAB = 151936
 PROMPTS = [*random_prompts(23, 1, 90, VOCAB, seed=3), random_prompts(1, 700, 700, VOCAB, seed=4)[0]]
 PROMPTS[7] = PROMPTS[6][:48] + PROMPTS[7]
-SHAPES = [("qwen3-0.6b", "fa3"), ("qwen3-0.6b", "chunk64"), ("qwen3-30b-a3b", "fa3")]
+SHAPES = [("qwen3-0.6b", "fa3"), ("qwen3-0.6b", "chunk64"), ("qwen3-30b-a3b", "fa3"), ("qwen3-30b-a3b", "chunk64")]
 
 
 def params(index: int, *, plain: bool = False) -> SamplingParams:

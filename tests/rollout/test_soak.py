@@ -123,7 +123,8 @@ async def test_a_server_after_many_steps(folder, in_flight, cycles, requests):
 @pytest.mark.parametrize("in_flight", ["abort", "keep", "finish"])
 async def test_a_server_on_a_gpu_after_many_steps(folder, in_flight):
     options = {"in_flight": in_flight, "page_size": 16, "kv_cache_tokens": 640, "enable_prefix_cache": True}
-    server = make(folder, device="cuda:0", max_num_seqs=64, engine_kwargs={"vexact": options})
+    memory = {"gpu_memory_utilization": 0.1, "free_cache_engine": True, "enforce_eager": False}
+    server = make(folder, device="cuda:0", max_num_seqs=64, engine_kwargs={"vexact": options}, **memory)
     try:
         await soak(server, load_file(f"{folder}/model.safetensors"), 60, 400)
     finally:

@@ -237,8 +237,14 @@ def _gpu_options(rollout: Any, device: str) -> dict[str, Any]:
     """verl's keys that mean something on a GPU only; a CPU's pool follows kv_memory_fraction."""
     if not device.startswith("cuda"):
         return {}
+    share = rollout.get("gpu_memory_utilization")
+    if isinstance(share, bool) or not isinstance(share, (int, float)):
+        raise ConfigError(
+            f"{_PREFIX}.gpu_memory_utilization={share!r} is no number: give the share of the GPU's memory that the "
+            "rollout may hold, such as 0.5"
+        )
     return {
-        "gpu_memory_utilization": float(rollout.get("gpu_memory_utilization")),
+        "gpu_memory_utilization": float(share),
         "enforce_eager": _flag(rollout, "enforce_eager", False),
     }
 

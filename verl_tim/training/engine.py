@@ -76,7 +76,7 @@ class ContractFSDPEngineWithLMHead(FSDPEngineWithLMHead):
         self._recorder = ForwardRecorder()
         self._replay_mode: Mode = "off" if engine_config.forward_only else mode_of_engine(engine_config)
         if self._replay_mode != "off":
-            refuse_no_replay(self.numerics, model_config, engine_config)
+            refuse_no_replay(model_config, engine_config)
         self.replay: ReplayStep | None = None
         # Rows of the micro-batch under way that are recorded: place -> row.
         self._recording: dict[int, int] = {}
@@ -249,7 +249,7 @@ def refuse_bypasses(model_config: Any, engine_config: Any) -> None:
         raise ConfigError(f"{BACKEND_KEY}={CONTRACT_BACKEND} cannot hold with " + "\n".join(found))
 
 
-def refuse_no_replay(numerics: str, model_config: Any, engine_config: Any) -> None:
+def refuse_no_replay(model_config: Any, engine_config: Any) -> None:
     """Raise `ConfigError` for each setting under which this worker could not replay routes; the start-up checks say the
     same of a run's config (`replay_checks`)."""
     found = []
@@ -259,8 +259,6 @@ def refuse_no_replay(numerics: str, model_config: Any, engine_config: Any) -> No
         found.append("actor_rollout_ref.actor.ulysses_sequence_parallel_size is above 1: set it to 1")
     if model_config.enable_activation_offload:
         found.append("actor_rollout_ref.model.enable_activation_offload=true: set it to false")
-    if numerics == "contract" and torch.cuda.is_available():
-        found.append(f"{BACKEND_KEY}={CONTRACT_BACKEND} on a GPU: choose trainer=stock")
     if found:
         raise ConfigError(f"{REPLAY_KEY} cannot take effect with " + "\n".join(found))
 

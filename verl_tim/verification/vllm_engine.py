@@ -11,6 +11,7 @@ MoE layer calls inside shows no routes.
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -168,6 +169,9 @@ def make_llm(model_path: str, *, dtype: str, max_model_len: int, seed: int, taps
         taps: for `hidden_states`: eager, one prompt in one piece, no prefix cache, and `TapExtension` in the worker.
     """
     require_vllm()
+    # A forked engine process cannot use a GPU that this process has looked at (torch.cuda.is_available is enough), and
+    # vLLM 0.24 sees only whether torch made a context.
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     from vllm import LLM
 
     settings: dict[str, Any] = {

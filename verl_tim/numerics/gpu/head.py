@@ -180,8 +180,17 @@ def _merge(
     part = tl.arange(0, LINES)[:, None] * TILE + tl.arange(0, TILE)[None, :]
     live = part < tiles
     slot = row * tiles + part
+    # All loads first: behind a reduction, which is a barrier, each would wait for memory again.
     tile_max = tl.load(max_ptr + slot, mask=live, other=-float("inf"))
     tile_sum = tl.load(sum_ptr + slot, mask=live, other=0.0)
+    if TOP:
+        top_id = tl.load(top_ptr + slot, mask=live, other=2147483647)
+    if ENTROPY:
+        own = tl.load(entropy_ptr + slot, mask=live, other=0.0)
+    if SAMPLE:
+        score = tl.load(score_ptr + slot, mask=live, other=-float("inf"))
+        pick_id = tl.load(pick_ptr + slot, mask=live, other=2147483647)
+        pick_z = tl.load(pick_z_ptr + slot, mask=live, other=-float("inf"))
     maximum = tl.max(tl.max(tile_max, axis=0), axis=0)
     offset = tl.where(live, tile_max - maximum, 0.0)
     scale = fast_exp(offset)
@@ -190,19 +199,15 @@ def _merge(
     tl.store(out_max_ptr + row, maximum)
     tl.store(out_log_sum_ptr + row, log_sum)
     if TOP:
-        top = _lowest_id(tile_max == maximum, tl.load(top_ptr + slot, mask=live, other=2147483647))
+        top = _lowest_id(tile_max == maximum, top_id)
         tl.store(out_top_ptr + row, top.to(tl.int64))
     if ENTROPY:
-        own = tl.load(entropy_ptr + slot, mask=live, other=0.0)
         weighted = _sum_of_parts(tl.fma(offset, tile_sum, own) * scale, LINES, FOLDS, TILE, LEVELS)
         tl.store(out_entropy_ptr + row, log_sum - tl.div_rn(weighted, total))
     if TARGET:
         tl.store(log_prob_ptr + row, (tl.load(target_z_ptr + row) - maximum) - log_sum)
     if SAMPLE:
         greedy = tl.load(temperature_ptr + row) == 0.0
-        score = tl.load(score_ptr + slot, mask=live, other=-float("inf"))
-        pick_id = tl.load(pick_ptr + slot, mask=live, other=2147483647)
-        pick_z = tl.load(pick_z_ptr + slot, mask=live, other=-float("inf"))
         pick = _lowest_id(score == tl.max(tl.max(score, axis=0), axis=0), pick_id)
         chosen = tl.max(tl.max(tl.where(pick_id == pick, pick_z, -float("inf")), axis=0), axis=0)
         log_prob = (tl.where(greedy, maximum, chosen) - maximum) - log_sum
