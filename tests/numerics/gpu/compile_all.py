@@ -27,6 +27,10 @@ class _Driver:
 
     def __init__(self, capability: int) -> None:
         self._target = GPUTarget("cuda", capability, 32)
+        self.launchers: list[str] = []  # kernels for which one was made
+
+    def launcher_cls(self, src: Any, metadata: Any) -> None:
+        self.launchers.append(metadata.name)
 
     def get_current_target(self) -> GPUTarget:
         return self._target

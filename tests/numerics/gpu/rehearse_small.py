@@ -33,7 +33,8 @@ def _broken(x, BLOCK: tl.constexpr):
 
 
 def main() -> None:
-    driver.set_active(_Driver(90))
+    gpu = _Driver(90)
+    driver.set_active(gpu)
     launches: list[tuple[str, bool]] = []
     run = JITFunction.run
 
@@ -64,6 +65,7 @@ def main() -> None:
     seen: dict[str, object] = {}
     for time in ("ready", "again"):
         seen[time] = rehearse(cuda, lambda: copies(META))
+    seen["launchers"] = list(gpu.launchers)
     before = len(compiled)
     copies(torch.device("cpu"))
     seen["compiled_at_launch"] = len(compiled) - before

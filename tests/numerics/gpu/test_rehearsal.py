@@ -19,6 +19,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime import _async_compile
+from triton.runtime import build as triton_build
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
@@ -166,6 +167,7 @@ def test_kernels_are_found_at_the_launch_and_errors_are_raised(tmp_path):
     (seen,) = _run("rehearse_small", cache=tmp_path)
     assert seen["ready"] == 2
     assert seen["again"] == 0
+    assert seen["launchers"] == ["_copy", "_copy"], "the first launch would wait for the C compiler"
     assert seen["compiled_at_launch"] == 0
     assert seen["warm_ups"] == [True] * 3 + [False] * 3
     assert "_broken" in seen["error"] or "tl.arange(0, 2 * BLOCK)" in seen["error"]
@@ -187,12 +189,17 @@ def test_the_probe_of_a_gpu_compiles_nothing_more(name, ranks, monkeypatch):
     from verl_tim.models import config_from_hf
     from verl_tim.tasks.random_model import hf_config
 
-    late, check = [], probe.GpuProbe.run
+    late, check, build = [], probe.GpuProbe.run, triton_build._build
+
+    def built(name, *rest):
+        late.append(f"C compiler: {name}")
+        return build(name, *rest)
 
     def watched(self):
         if type(self) is not probe.GpuProbe:
             return check(self)
         monkeypatch.setattr(knobs.runtime, "jit_cache_hook", lambda *, repr, **_: late.append(repr))
+        monkeypatch.setattr(triton_build, "_build", built)
         return check(self)
 
     monkeypatch.setattr(probe.GpuProbe, "run", watched)

@@ -7,8 +7,12 @@ keep. Threads then compile what was noted, and the work finds it in Triton's cac
 is compiled at its launch, as without one. Schedules are chosen as on the GPU that is rehearsed for
 (`contract.deciding_device`).
 
-Threads serve, since LLVM's passes and the assembler, six sevenths of a compile, do not hold Python's lock. The seventh
-that does is Triton's walk over the source; it sets the pace where there are many cores.
+A kernel's first launch also waits for a C compiler, which makes the function that hands its arguments to the driver;
+threads make those, too.
+
+Threads serve, since LLVM's passes and the assembler, six sevenths of a compile, do not hold Python's lock, and the C
+compiler is a process. The seventh that does is Triton's walk over the source; it sets the pace where there are many
+cores.
 """
 
 from __future__ import annotations
@@ -26,6 +30,8 @@ from typing import Any
 import torch
 from tqdm import tqdm
 from triton import AsyncCompileMode, knobs
+from triton.compiler import CompiledKernel
+from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from verl_tim.numerics.contract import meta_stands_for
@@ -73,7 +79,11 @@ class _Noted(Executor):
 
 def _settle(future: Future[Any], run: Callable[[], Any]) -> None:
     try:
-        future.set_result(run())
+        result = run()
+        if isinstance(result, CompiledKernel):
+            # Thrown away, as it belongs to no device yet; Triton finds what was compiled in its cache on disk.
+            driver.active.launcher_cls(result.src, result.metadata)
+        future.set_result(result)
     except BaseException as error:  # whoever asks for the result gets it
         future.set_exception(error)
 
