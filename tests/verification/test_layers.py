@@ -109,9 +109,11 @@ def one(name="model.norm", value=1.0, shape=(4, 3), dtype=torch.float32):
 
 def test_sizes_of_a_known_difference():
     made = LayerReport("a", "b")
-    other = one()
+    other, base = one(), one()
+    for side in (other, base):
+        side["model.norm"][0, 0] = 1 + 2**-20  # which bfloat16 has not
     other["model.norm"][2, 1] = 1.5
-    made.add(other, one(), tokens=4)
+    made.add(other, base, tokens=4)
     (op,) = made.ops
     assert (op.elements, op.differing, op.first) == (12, 1, (0, 2))
     assert (op.max_abs, op.max_rel) == (0.5, 0.5 / 1.5)
@@ -124,6 +126,14 @@ def test_bfloat16_is_counted_in_its_own_steps():
     made = LayerReport("a", "b")
     made.add(one(value=1.0, dtype=torch.bfloat16), one(value=1.0078125, dtype=torch.bfloat16), tokens=4)
     assert (made.ops[0].max_ulp, made.ops[0].ulp_format) == (1, "bfloat16")
+
+
+def test_bfloat16_values_out_of_a_file_that_has_no_bfloat16_are_counted_so_too():
+    made = LayerReport("a", "b")
+    made.add(one(value=1.0), one(value=1.0078125), tokens=4)
+    assert (made.ops[0].max_ulp, made.to_dict()["ops"][0]["ulp_format"]) == (1, "bfloat16")
+    made.add(one(value=1.0), one(value=1 + 2**-20), tokens=4)  # another sequence
+    assert (made.ops[0].max_ulp, made.to_dict()["ops"][0]["ulp_format"]) == (1 << 16, "float32")
 
 
 def test_bad_sides_are_refused():
@@ -154,7 +164,7 @@ def test_in_80_columns_every_op_is_one_line_with_its_whole_name(random_models):
     made = report(random_models["qwen3_moe"], "stock", "contract")
     for op in made.ops:  # as wide as numbers get
         op.differing, op.max_abs, op.sum_rel = 12_345_678, 1.23e-5, 1.23e-5 * op.elements
-        op.max_ulp = 2_147_483_647
+        op.max_steps, op.narrow = 2_147_483_647, False
     console = Console(width=80, file=io.StringIO())
     console.print(made.table())
     lines = console.file.getvalue().splitlines()

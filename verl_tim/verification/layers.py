@@ -1,7 +1,7 @@
 """Two forwards over the same tokens, op by op in forward order: how far apart each result is, and which is the first.
 
-Relative difference is |a - b| / max(|a|, |b|), 0 where both are 0. An ulp is a step of the narrower of the two formats
-(bfloat16 where both sides hold bfloat16 values, float32 else).
+Relative difference is |a - b| / max(|a|, |b|), 0 where both are 0. An ulp is a step of bfloat16 where all values of both
+sides are bfloat16's, whatever they are kept in (a .npz has no bfloat16), of float32 else.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from verl_tim.diagnosis.bits import ulp_distance
+from verl_tim.diagnosis.bits import bit_patterns, ulp_distance
 from verl_tim.diagnosis.formats import short
 from verl_tim.models.taps import ROTATED
 from verl_tim.verification.forward import LOG_PROB
@@ -49,6 +49,10 @@ class LayersError(ValueError):
     """The two sides cannot be laid side by side; the message says what to change."""
 
 
+def _holds_bfloat16(x: Tensor) -> bool:
+    return x.dtype == torch.bfloat16 or not bool((bit_patterns(x) & (BFLOAT16_STEP - 1)).any())
+
+
 @dataclass
 class OpDifference:
     """One op's results on all sequences.
@@ -56,8 +60,8 @@ class OpDifference:
     Attributes:
         name: tap name; layer: its number, None outside the layers; op: its kind.
         elements, differing: compared values, and those whose bits differ.
-        max_abs, sum_abs, max_rel, sum_rel, max_ulp: over the compared values.
-        ulp_format: which format's steps `max_ulp` counts.
+        max_abs, sum_abs, max_rel, sum_rel: over the compared values.
+        max_steps: most float32 values between two compared ones; narrow: all of them are bfloat16's.
         first: (sequence, position) of the first differing value, in token order.
     """
 
@@ -68,8 +72,8 @@ class OpDifference:
     sum_abs: float = 0.0
     max_rel: float = 0.0
     sum_rel: float = 0.0
-    max_ulp: int = 0
-    ulp_format: str = "bfloat16"
+    max_steps: int = 0
+    narrow: bool = True
     first: tuple[int, int] | None = None
 
     @property
@@ -82,6 +86,15 @@ class OpDifference:
         return next((label for pattern, label in OPS if re.search(pattern, self.name)), "other")
 
     @property
+    def ulp_format(self) -> str:
+        return "bfloat16" if self.narrow else "float32"
+
+    @property
+    def max_ulp(self) -> int:
+        """In steps of `ulp_format`."""
+        return self.max_steps // (BFLOAT16_STEP if self.narrow else 1)
+
+    @property
     def mean_abs(self) -> float:
         return self.sum_abs / self.elements
 
@@ -91,11 +104,7 @@ class OpDifference:
 
     def add(self, sequence: int, a_TX: Tensor, b_TX: Tensor, first_position: int) -> None:
         """Add one sequence's results, rows in token order from `first_position`."""
-        narrow = a_TX.dtype == b_TX.dtype == torch.bfloat16
-        if not narrow:
-            if self.ulp_format == "bfloat16" and self.elements:
-                raise LayersError(f"{self.name}: some sequences are bfloat16 on both sides, others are not")
-            self.ulp_format = "float32"
+        self.narrow = self.narrow and all(_holds_bfloat16(x) for x in (a_TX, b_TX))
         a, b = a_TX.to(torch.float64), b_TX.to(torch.float64)
         for side, x in (("first", a), ("second", b)):
             if not bool(torch.isfinite(x).all()):
@@ -115,7 +124,7 @@ class OpDifference:
         self.sum_abs += float(gap.sum())
         self.max_rel = max(self.max_rel, float(relative.max()))
         self.sum_rel += float(relative.sum())
-        self.max_ulp = max(self.max_ulp, int(ulp.max()) // (BFLOAT16_STEP if narrow else 1))
+        self.max_steps = max(self.max_steps, int(ulp.max()))
         if self.first is None and bool(other_T.any()):
             self.first = (sequence, first_position + int(other_T.nonzero()[0]))
 
@@ -124,6 +133,8 @@ class OpDifference:
             **asdict(self),
             "layer": self.layer,
             "op": self.op,
+            "max_ulp": self.max_ulp,
+            "ulp_format": self.ulp_format,
             "mean_abs": self.mean_abs,
             "mean_rel": self.mean_rel,
         }
