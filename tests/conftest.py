@@ -2,10 +2,15 @@ from __future__ import annotations
 
 import time
 
+import hypothesis
 import pytest
 
 from verl_tim.tasks.architectures import init_model, resolve_shape
 from verl_tim.tasks.tokenizer import build_tokenizer
+
+# No test of ours is about time, and a busy machine would fail the others.
+hypothesis.settings.register_profile("verl_tim", deadline=None)
+hypothesis.settings.load_profile("verl_tim")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

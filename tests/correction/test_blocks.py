@@ -20,7 +20,7 @@ def in_blocks(elements: int) -> Any:
     return mock.patch.object(blocks, "_ELEMENTS", elements)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 @given(
     config=settings_maps().map(RolloutCorrectionConfig.from_mapping),
     batch=batches(max_rows=7),

@@ -296,7 +296,7 @@ def test_config_is_frozen_copyable_and_picklable() -> None:
         assert other.rules == config.rules
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(mapping=settings_maps())
 def test_to_mapping_round_trips(mapping: dict[str, Any]) -> None:
     config = build(mapping)

@@ -28,7 +28,7 @@ Config = RolloutCorrectionConfig
 CONFIGS = settings_maps().map(RolloutCorrectionConfig.from_mapping)
 modes = st.sampled_from(MODES)
 SIZES = st.sampled_from([30, 1e3, 1e4, 1e20, 1e30])
-quick = settings(max_examples=40, deadline=None)
+quick = settings(max_examples=40)
 
 
 def loss_and_gradient(config: Config, inputs: dict[str, Tensor], **kw: Any) -> tuple[Tensor, Tensor, dict[str, float]]:

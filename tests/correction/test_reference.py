@@ -62,7 +62,7 @@ def check(mapping: dict[str, Any], batch: Batch, mode: str, factor: float | None
     assert all(math.isfinite(value) for value in metrics.values())
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     mapping=settings_maps(),
     batch=batches(),
@@ -108,7 +108,7 @@ def test_every_preset_equals_the_loops(preset: str, bypass: bool) -> None:
 
 @example(mapping={}, batch=Batch(*(torch.zeros(0, 3).double() for _ in range(4)), torch.zeros(0, 3), torch.zeros(0, 3)))
 @example(mapping={}, batch=Batch(*(torch.zeros(2, 0).double() for _ in range(4)), torch.zeros(2, 0), torch.zeros(2, 0)))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(mapping=settings_maps(), batch=batches().map(lambda b: Batch(**{**vars(b), "mask": torch.zeros_like(b.mask)})))
 def test_empty_batches_give_zero_with_a_graph(mapping: dict[str, Any], batch: Batch) -> None:
     config = RolloutCorrectionConfig.from_mapping(mapping)

@@ -72,7 +72,7 @@ def batches(draw):
     }
 
 
-@settings(max_examples=80, deadline=None, phases=[Phase.generate])
+@settings(max_examples=80, phases=[Phase.generate])
 @given(batches())
 def test_equals_plain_loops(batch):
     expected = reference_metrics(**batch)
@@ -95,7 +95,7 @@ def test_equals_plain_loops(batch):
         assert value == pytest.approx(expected[name], rel=1e-6, abs=1e-9 * scale), name
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.sampled_from([-3e38, 3e38, 0.0, -1e-45, -1.0, NAN, INF]), min_size=24, max_size=24), st.booleans())
 def test_no_input_gives_nan(values, bypass):
     old, rollout, log_p, adv = torch.tensor(values).reshape(4, 2, 3)
@@ -110,7 +110,7 @@ def test_no_input_gives_nan(values, bypass):
     assert all(math.isfinite(value) for value in found.values())
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(batches(), st.randoms(use_true_random=False))
 def test_row_order_and_masked_values_do_not_matter(batch, random):
     first = reference_metrics(**batch)
@@ -138,7 +138,7 @@ def test_row_order_and_masked_values_do_not_matter(batch, random):
     }
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(fp32, min_size=1, max_size=40), st.floats(0, 1))
 @example([1.0], 0.5)
 def test_quantiles_are_numpys(values, q):

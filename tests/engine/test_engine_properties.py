@@ -163,8 +163,8 @@ class AheadMachine(EngineMachine):
 
 TestEngineMachine = EngineMachine.TestCase
 TestAheadMachine = AheadMachine.TestCase
-TestAheadMachine.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)
-TestEngineMachine.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)
+TestAheadMachine.settings = settings(max_examples=25, stateful_step_count=20)
+TestEngineMachine.settings = settings(max_examples=25, stateful_step_count=20)
 
 
 @pytest.mark.parametrize("kind", [EngineMachine, AheadMachine])
@@ -202,4 +202,4 @@ def test_heavy_traffic_in_a_small_pool(seed, kind):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [EngineMachine, AheadMachine])
 def test_many_more_orders(kind):
-    run_state_machine_as_test(kind, settings=settings(max_examples=150, stateful_step_count=30, deadline=None))
+    run_state_machine_as_test(kind, settings=settings(max_examples=150, stateful_step_count=30))

@@ -30,7 +30,7 @@ ODD = [
     "#",
     "a=[1,'2']",
 ]
-quick = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+quick = settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def run(script, folder, **environ):

@@ -89,7 +89,7 @@ def test_paged_equals_packed(page_size, dtype):
 
 
 @given(st.lists(st.integers(1, 140), min_size=1, max_size=6), st.data())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_any_cut_gives_the_same_rows(lengths, data):
     q, k, v = _qkv(sum(lengths))
     want = varlen_attention(q, k, v, _cu(lengths))
@@ -113,7 +113,7 @@ def test_grouping_and_tiles_are_schedules(monkeypatch):
 
 
 @given(st.lists(st.tuples(st.integers(1, 300), st.integers(0, 4000)), min_size=1, max_size=40))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_partition_covers_every_sequence_once(sizes):
     query_lens = [q for q, _ in sizes]
     contexts = [q + cached for q, cached in sizes]

@@ -29,7 +29,7 @@ def test_equals_its_reference(rows, inputs, outputs, bias, dtype):
 
 
 @given(st.integers(1, 130), st.integers(0, 130), st.integers(1, 140), st.integers(1, 150))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_row_does_not_depend_on_its_company(rows, first, inputs, outputs):
     x, w = randn(131, inputs), randn(outputs, inputs, seed=1)
     part = slice(min(first, 131 - rows), min(first, 131 - rows) + rows)

@@ -88,7 +88,7 @@ def test_ties_go_to_the_lower_expert():
 
 
 @given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 4), st.booleans(), st.integers(0, 2**31))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_dispatch_gives_every_pair_its_own_row(tokens, num_experts, top_k, skewed, seed):
     generator = torch.Generator().manual_seed(seed)
     expert = torch.randint(0, num_experts, (tokens, top_k), generator=generator)

@@ -45,7 +45,7 @@ START = {
     "actor_rollout_ref__model__enable_activation_offload": False,
 }
 POWERS = st.integers(0, 6).map(lambda power: 2**power)
-quick = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+quick = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @quick

@@ -48,7 +48,7 @@ def token_by_token(decode, prompt, answers, pool):
     return seconds, at_once, preempted
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     answers=st.lists(st.integers(1, 60), min_size=1, max_size=20),
     prompt=st.integers(1, 40),
@@ -102,7 +102,7 @@ def test_an_impossible_pool_is_an_error(decode):
         simulate(decode, 100, np.array([50.0]), pool_tokens=149)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     sequences=st.integers(1, 2000), more=st.integers(0, 500), context=st.floats(1, 1e7), further=st.floats(0, 1e6),
 )  # fmt: skip

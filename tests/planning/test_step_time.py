@@ -20,7 +20,7 @@ def trainer(run):
     return TrainerTime(run.shape, run.memory.settings, Speeds(run.gpu))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(nbytes=st.floats(1e3, 1e12), few=st.integers(1, 512), more=st.integers(0, 512))
 def test_a_ring_over_more_ranks_never_gets_faster(nbytes, few, more):
     network = Network(Speeds(find_gpu("H100")), 8)
@@ -28,7 +28,7 @@ def test_a_ring_over_more_ranks_never_gets_faster(nbytes, few, more):
     assert network.ring_seconds(nbytes, 1) == 0
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(tokens=st.floats(1e3, 1e7), more=st.floats(1, 10))
 def test_more_tokens_never_take_less(tokens, more):
     time = trainer(Run(DENSE, "qwen3-1.7b", "H200"))

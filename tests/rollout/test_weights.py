@@ -32,7 +32,7 @@ async def through(stream, bucket_bytes, dtype):
     return arrived, buckets
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(shapes=SHAPES, bucket_bytes=st.integers(64, 600), dtype=st.sampled_from([torch.bfloat16, torch.float32]))
 def test_round_trip_at_any_bucket_size(shapes, bucket_bytes, dtype):
     sent = list(tensors(shapes, (torch.float32, torch.bfloat16)))
@@ -191,7 +191,7 @@ async def through_shared(stream, bucket_bytes, dtype):
     return arrived, numbers, sent
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(shapes=SHAPES, bucket_bytes=st.integers(64, 600), dtype=st.sampled_from([torch.bfloat16, torch.float32]))
 def test_round_trip_through_shared_buffers(shapes, bucket_bytes, dtype):
     weights = list(tensors(shapes, (torch.float32, torch.bfloat16)))

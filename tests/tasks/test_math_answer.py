@@ -106,7 +106,7 @@ def test_linear_in_the_length(part):
 
 
 @given(st.text(alphabet="\\boxed{}Answer: #5$\n", max_size=60))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_any_text_has_an_answer_or_none(text):
     for answer_format in ORDER:
         answer = extract_answer(text, answer_format)

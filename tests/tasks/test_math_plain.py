@@ -112,7 +112,7 @@ def test_what_math_verify_gets():
 
 
 @given(st.text(max_size=40) | st.text(alphabet="0123456789.,eE+- $%\\{}()textfracsqrt√²", max_size=40))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_any_text_has_a_plain_form(text):
     cleaned = clean(text)
     compact(cleaned)

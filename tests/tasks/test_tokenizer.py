@@ -39,7 +39,7 @@ def test_a_line_break_and_a_digit_are_one_token_each(tokenizer):
 
 @pytest.mark.parametrize("skip_special_tokens", [False, True])
 @given(text=st.text(max_size=200) | st.text(alphabet="0123456789 +-=*()\n\r\t.,:é日\u0301", max_size=100))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_any_text_survives(tokenizer, skip_special_tokens, text):
     if any(token in text for token in SPECIAL_TOKENS):
         return
@@ -47,7 +47,7 @@ def test_any_text_survives(tokenizer, skip_special_tokens, text):
 
 
 @given(tokens=st.lists(st.sampled_from([*SPECIAL_TOKENS, "user", "\n", "7", " - ", "e\u0301"]), max_size=20))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_special_tokens_survive_in_text(tokenizer, tokens):
     text = "".join(tokens)
     ids = tokenizer.encode(text)

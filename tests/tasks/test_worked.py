@@ -22,7 +22,7 @@ CHAIN_SUM = get_task("chain_sum")
     digits=st.integers(1, 4),
     negation=st.booleans(),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_running_totals_end_in_the_answer(seed, least, more, digits, negation):
     difficulty = {"min_terms": least, "max_terms": least + more, "max_digits": digits, "allow_negation": negation}
     for problem in islice(stream_pool(CHAIN_SUM, resolve_difficulty(CHAIN_SUM, difficulty), seed, "train"), 20):
