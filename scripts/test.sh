@@ -24,6 +24,7 @@ cd "$ROOT" || exit 1
 reports=$(mktemp -d)
 trap 'rm -rf "$reports"' EXIT
 names=() results=() seconds=() failed=0
+none=${1:+5} # pytest's code where no test is selected: arguments may mean fast ones only, or slow ones only
 
 # part NAME COMMAND...: run it, remember how it went and how long it took
 part() {
@@ -32,7 +33,13 @@ part() {
     printf '\n== %s\n' "$name"
     "$@" || status=$?
     names+=("$name") seconds+=($((SECONDS - started)))
-    if [ "$status" = 0 ]; then results+=(passed); else results+=("FAILED ($status)") failed=1; fi
+    if [ "$status" = 0 ]; then
+        results+=(passed)
+    elif [ "$status" = "$none" ]; then
+        results+=("no tests")
+    else
+        results+=("FAILED ($status)") failed=1
+    fi
 }
 
 part "ruff" "$PY" -m ruff check .
@@ -44,6 +51,11 @@ part "tests, fast" "$PY" -m pytest -q -n "$cores" --dist loadfile --junitxml="$r
 part "tests, slow" "$PY" -m pytest -q --junitxml="$reports/slow.xml" --durations=10 ${minutes:+"--time-limit=$((minutes * 60 - SECONDS))"} -m "slow and not gpu" "$@"
 if [ -n "$all" ]; then
     part "tests, exhaustive" "$PY" -m pytest -q --junitxml="$reports/all.xml" --durations=10 ${minutes:+"--time-limit=$((minutes * 60 - SECONDS))"} -m "exhaustive and not gpu" "$@"
+fi
+
+if [[ ! ${results[*]:2} =~ passed|FAILED ]]; then
+    echo "$0: no test is selected by: $*" >&2
+    failed=5
 fi
 
 printf '\n== summary\n'

@@ -181,9 +181,9 @@ def test_a_worker_reports_the_dropouts_of_all_its_models(monkeypatch):
 
 
 def test_an_agent_loop_reports_the_seeds_it_would_give(monkeypatch):
-    from verl_tim.rollout.agent_loop import _Seeds
+    from verl_tim.rollout.agent_loop import SeededResponses
 
-    class Worker(_Seeds):
+    class Worker(SeededResponses):
         config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=SimpleNamespace(seed=42)))
 
     assert watch._observe_agent_loop(Worker(), ())["seeds"] == watch.probe_seeds(42)

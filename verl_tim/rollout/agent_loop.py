@@ -20,7 +20,7 @@ from verl_tim.rollout.seeds import response_seed
 from verl_tim.training.config import TimConfig
 
 
-class _Seeds:
+class SeededResponses:
     """Mixed into an agent-loop worker: a copy of the sampling parameters with this response's seed and mark."""
 
     config: Any
@@ -44,7 +44,7 @@ class _Seeds:
         return int(rollout.val_kwargs.n if trajectory["validate"] else rollout.n)
 
 
-class SeededAgentLoopWorker(_Seeds, CheckedRoutes, AgentLoopWorker):
+class SeededAgentLoopWorker(SeededResponses, CheckedRoutes, AgentLoopWorker):
     """Worker of the legacy trainer, where a row's place in the batch comes as `priority` (agent_loop.py:1244)."""
 
     async def _run_agent_loop(self, sampling_params, trajectory, **kwargs):

@@ -8,7 +8,7 @@ import ray
 import torch
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 
-from verl_tim.rollout.agent_loop import _Seeds, marks
+from verl_tim.rollout.agent_loop import SeededResponses, marks
 from verl_tim.rollout.recorded import RECORD_PARAM
 from verl_tim.rollout.routes import CheckedRoutes
 
@@ -17,7 +17,7 @@ _actor_class: Any = AgentLoopWorkerTQ
 _PlainWorkerTQ: Any = _actor_class.__ray_metadata__.modified_class.__ray_actor_class__
 
 
-class SeededWorkerV1(_Seeds, CheckedRoutes, _PlainWorkerTQ):
+class SeededWorkerV1(SeededResponses, CheckedRoutes, _PlainWorkerTQ):
     """Worker of the V1 trainer, which numbers the responses of a prompt itself (`session_id`)."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
