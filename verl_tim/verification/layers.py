@@ -1,7 +1,7 @@
 """Two forwards over the same tokens, op by op in forward order: how far apart each result is, and which is the first.
 
-Relative difference is |a - b| / max(|a|, |b|), 0 where both are 0. An ulp is a step of bfloat16 where all values of both
-sides are bfloat16's, whatever they are kept in (a .npz has no bfloat16), of float32 else.
+Relative difference is |a - b| / max(|a|, |b|), 0 where both are 0. An ulp is a step of bfloat16 where all values of
+both sides are bfloat16's, whatever they are kept in (a .npz has no bfloat16), of float32 else.
 """
 
 from __future__ import annotations
