@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 
 from verl_tim.training.asynchronous_checks import GLOO_MODULE, asynchronous_findings, standalone_ranks, trainer_mode
@@ -63,9 +65,17 @@ def test_what_is_refused(base, changes, key, says):
     assert findings[0].remedy
 
 
-def test_on_a_gpu_verls_own_engines_do():
+@pytest.mark.parametrize("cupy", [True, False])
+def test_on_a_gpu_verls_own_engines_do_where_they_have_what_they_need(monkeypatch, cupy):
     nccl = {**SEPARATE, f"{ENGINE}.backend": "nccl", f"{ENGINE}.custom_backend_module": None}
-    assert found(nccl, cpu_only=False) == []
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if cupy and name == "cupy" else None)
+    findings = found(nccl, cpu_only=False)
+    assert [finding.key for finding in findings] == ([] if cupy else [f"{ENGINE}.backend"])
+    assert all("pip install cupy" in finding.remedy for finding in findings)
+    assert (
+        found({**SEPARATE, f"{ENGINE}.backend": "nccl", f"{ENGINE}.custom_backend_module": "mine"}, cpu_only=False)
+        == []
+    )
     assert "nccl" in found({**SEPARATE, f"{ENGINE}.backend": "naive"}, cpu_only=False)[0].remedy
 
 

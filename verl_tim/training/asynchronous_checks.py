@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -75,6 +76,12 @@ def _weight_transfer(get: _Get, *, cpu_only: bool, ours: bool) -> Iterator[Findi
         )
     elif cpu_only and backend != "gloo" and module is None:
         yield Finding(f"{_ENGINE}.backend", f"{backend} needs an accelerator", f"Set {gloo}")
+    elif backend == "nccl" and module is None and importlib.util.find_spec("cupy") is None:
+        yield Finding(
+            f"{_ENGINE}.backend",
+            "it is nccl, which is verl's and works on cupy, and cupy is not installed here",
+            f"pip install cupy-cuda13x (cupy-cuda12x for CUDA 12), or send weights by way of the host: set {gloo}",
+        )
 
 
 def _batches(get: _Get) -> Iterator[Finding]:
