@@ -105,6 +105,18 @@ def test_work_that_fails_is_a_document_too(monkeypatch):
     assert runner.invoke(app, ["bench", "diagnosis"]).stdout == ""
 
 
+def test_work_that_is_interrupted_is_a_document_too(monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("verl_tim.bench.correction.make_batch", interrupted)
+    result = runner.invoke(app, ["bench", "diagnosis", "--json"])
+    assert result.exit_code == 130
+    assert json.loads(result.stdout)["error"]["exit_code"] == 130
+    plain = runner.invoke(app, ["bench", "diagnosis"])
+    assert (plain.exit_code, plain.stdout) == (130, "")
+
+
 def test_a_usage_error_stays_text():
     result = runner.invoke(app, ["compare", "--json", "--no-such-option"])
     assert (result.exit_code, result.stdout) == (2, "")

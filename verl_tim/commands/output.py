@@ -62,8 +62,9 @@ class Failure(typer.Exit):
 class CommandWithJson(TyperCommand):
     """A command that, given --json, has a document on stdout also where it has no result.
 
-    `{"error": {"exit_code": int, "problems": [{"key", "problem", "remedy"}, ...]}}`, of what cannot be used and of any
-    exception; its traceback goes to stderr as it would without --json. The option's parameter is called `as_json`.
+    `{"error": {"exit_code": int, "problems": [{"key", "problem", "remedy"}, ...]}}`, of what cannot be used, of Ctrl-C,
+    and of any exception; its traceback goes to stderr as it would without --json. The option's parameter is called
+    `as_json`.
     """
 
     def invoke(self, ctx: Any) -> Any:
@@ -76,13 +77,19 @@ class CommandWithJson(TyperCommand):
             raise
         except (typer.Exit, typer.Abort, typer.BadParameter):
             raise  # a result's exit code, or a usage error of typer's
+        except KeyboardInterrupt:
+            _print_end(ctx, 130, "it was interrupted, and has no result", "run it again")
+            raise  # typer's exit code 130
         except Exception as error:
-            if ctx.params.get("as_json"):
-                from verl_tim.launch.errors import Finding
-
-                what = f"{type(error).__name__}: {error}"
-                _print_error(1, [Finding(ctx.command_path, what, "the traceback on stderr says where")])
+            _print_end(ctx, 1, f"{type(error).__name__}: {error}", "the traceback on stderr says where")
             raise
+
+
+def _print_end(ctx: Any, exit_code: int, problem: str, remedy: str) -> None:
+    from verl_tim.launch.errors import Finding
+
+    if ctx.params.get("as_json"):
+        _print_error(exit_code, [Finding(ctx.command_path, problem, remedy)])
 
 
 def _print_error(exit_code: int, findings: Sequence[Any]) -> None:
