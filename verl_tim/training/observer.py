@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from verl_tim.correction.ratios import finite
 from verl_tim.diagnosis import mismatch_metrics
 from verl_tim.diagnosis.estimators import trainer_self_delta
 from verl_tim.diagnosis.gate import BitReport, GateError, compare_bits
@@ -36,6 +38,7 @@ from verl_tim.training.token_dumps import TokenDumper
 
 logger = logging.getLogger(__name__)
 
+LOSS_CHUNK = 1 << 17  # padded tokens of the loss's records that are looked at together
 SPEARMAN_TOKENS = 1_000_000  # ranks of more tokens than that are those of a sample
 
 
@@ -232,18 +235,20 @@ class StepObserver:
         if batch.rollout_log_probs_BT is None:
             return {}
         scored = batch.old_log_probs_BT is not None
-        metrics = self._scored(step, batch, seen) if scored else self._unscored(step, batch, seen)
-        metrics |= self._of_the_loss(batch, records)
+        of_the_loss = self._of_the_loss(batch, records)
+        look = self._scored if scored else self._unscored
+        metrics = look(step, batch, seen, loss_ratio=not of_the_loss) | of_the_loss
         metrics |= self._coverage(step, batch)
-        train_BT = batch.old_log_probs_BT if batch.old_log_probs_BT is not None else seen.log_prob_BT
-        valid_BT = batch.response_mask_BT.bool() & train_BT.isfinite() & batch.rollout_log_probs_BT.isfinite()
-        # other weights choose otherwise, which is no mismatch
-        metrics |= choices.metrics(valid_BT & self.within_lag(step, batch, 0))
+        if choices.rollout and choices.train:
+            train_BT = batch.old_log_probs_BT if batch.old_log_probs_BT is not None else seen.log_prob_BT
+            valid_BT = batch.response_mask_BT.bool() & finite(train_BT) & finite(batch.rollout_log_probs_BT)
+            # other weights choose otherwise, which is no mismatch
+            metrics |= choices.metrics(valid_BT & self.within_lag(step, batch, 0))
         return metrics | (self.baseline.check(step, metrics) if self.baseline is not None else {})
 
     # ----------------------------------------------------------------------------------------------------- metrics
 
-    def _scored(self, step: int, batch: StepBatch, seen: SeenByLoss) -> dict[str, float]:
+    def _scored(self, step: int, batch: StepBatch, seen: SeenByLoss, *, loss_ratio: bool) -> dict[str, float]:
         """The trainer has scored the whole batch before the update: recomputation, or bypass with `old_forward`."""
         assert batch.old_log_probs_BT is not None
         assert batch.rollout_log_probs_BT is not None
@@ -259,12 +264,13 @@ class StepObserver:
             bypass=self.bypass,
             kept_mask=_kept(batch, seen),
             spearman_sample=SPEARMAN_TOKENS,
+            loss_ratio=loss_ratio,
             **self._versions(step, batch, torch.arange(len(batch))),
         )
-        fresh_BT = valid_BT & seen.fresh_B.unsqueeze(1)
-        return metrics | trainer_self_delta(seen.log_prob_BT, batch.old_log_probs_BT, fresh_BT)
+        fresh = seen.fresh_B
+        return metrics | trainer_self_delta(seen.log_prob_BT[fresh], batch.old_log_probs_BT[fresh], valid_BT[fresh])
 
-    def _unscored(self, step: int, batch: StepBatch, seen: SeenByLoss) -> dict[str, float]:
+    def _unscored(self, step: int, batch: StepBatch, seen: SeenByLoss, *, loss_ratio: bool) -> dict[str, float]:
         """Bypass, or a step that took the rollout's log-probs: only the first mini-batch's forward saw the weights that
         generated the batch."""
         assert batch.rollout_log_probs_BT is not None
@@ -286,6 +292,7 @@ class StepObserver:
             bypass=self.bypass,
             kept_mask=None if seen.kept_BT is None else seen.kept_BT[rows],
             spearman_sample=SPEARMAN_TOKENS,
+            loss_ratio=loss_ratio,
             **self._versions(step, batch, rows),
         )
         metrics["tim/sampled_share"] = sampled / tokens
@@ -298,10 +305,11 @@ class StepObserver:
         assert reference_BT is not None
         mask_BT = batch.response_mask_BT.bool()
         sums = LossRatioSums()
-        for record in records:
-            rows = torch.from_numpy(record.row_B.copy())
+        # micro-batches are too small to be worth a pass each, and all of them at once take much memory
+        for together in _in_chunks(records, max(1, LOSS_CHUNK // max(1, mask_BT.shape[1]))):
+            rows = torch.from_numpy(np.concatenate([record.row_B for record in together]))
             sums += LossRatioSums.of(
-                padded(record.log_prob_BT, mask_BT.shape[1]),
+                torch.cat([padded(record.log_prob_BT, mask_BT.shape[1]) for record in together]),
                 reference_BT[rows],
                 mask_BT[rows],
                 batch.advantages_BT[rows],
@@ -451,6 +459,18 @@ class StepObserver:
             },
             Path(folder) / f"update_{name}.pt",
         )
+
+
+def _in_chunks(records: Sequence[LossRecord], rows: int) -> Iterator[list[LossRecord]]:
+    """Records that follow each other, together until they have that many rows."""
+    chunk: list[LossRecord] = []
+    for record in records:
+        chunk.append(record)
+        if sum(len(one.row_B) for one in chunk) >= rows:
+            yield chunk
+            chunk = []
+    if chunk:
+        yield chunk
 
 
 def _kept(batch: StepBatch, seen: SeenByLoss) -> Tensor | None:
