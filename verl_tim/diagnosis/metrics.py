@@ -372,15 +372,15 @@ def _put_objective(
     clipped: dict[str, Tensor] = {}
     means: dict[str, list[Tensor]] = {}
     positive_N, negative_N = advantage_N > 0, advantage_N < 0
-    sides = _sides(advantage_N)
-    totals = {name: sign_N.sum() for name, sign_N in sides.items()}
+    totals = {"pos": positive_N.count_nonzero(), "neg": negative_N.count_nonzero()}
+    advantages = {"pos": advantage_N.clamp_min(0.0), "neg": advantage_N.clamp_max(0.0)}
     for side, log_ratio_N in (("train", log_train_N), ("rollout", log_rollout_N)):
         excess_N = ratio_minus_one(log_ratio_N)
-        contribution_N = -excess_N * advantage_N
-        means[side] = []
-        for sign, sign_N in sides.items():
-            means[side].append((contribution_N * sign_N).sum() / totals[sign].clamp_min(1))
-            sink.put(f"contribution_{sign}_{side}", means[side][-1], totals[sign])
+        means[side] = [
+            -(excess_N * signed_N).sum() / totals[sign].clamp_min(1) for sign, signed_N in advantages.items()
+        ]
+        for sign, mean in zip(advantages, means[side], strict=True):
+            sink.put(f"contribution_{sign}_{side}", mean, totals[sign])
         clipped[side] = (positive_N & (excess_N > high)) | (negative_N & (excess_N < -low))
     if all(bool(total) for total in totals.values()):
         sink.put("contribution_skew", sum(means["rollout"]) - sum(means["train"]))

@@ -68,31 +68,30 @@ def mean_ranks(x_N: Tensor) -> Tensor:
     """
     if x_N.numel() == 0:
         return x_N.to(torch.float64)
-    first_R = _first_of_runs(x_N)
+    starts_N = _starts_of_runs(x_N)
+    first_R = places(starts_N)
     alone = len(first_R) == len(x_N)
-    value_R, length_R = (x_N, None) if alone else (x_N.index_select(0, first_R), _lengths(first_R, len(x_N)))
+    value_R = x_N if alone else x_N.index_select(0, first_R)
     order_R = _order(value_R)
-    first_U = _first_of_runs(value_R.index_select(0, order_R))
-    if length_R is None:
-        counts_U = _lengths(first_U, len(order_R))
-        through_U = first_U + counts_U
+    starts_R = _starts_of_runs(value_R.index_select(0, order_R))
+    first_U = places(starts_R)
+    if alone:
+        before_U = first_U
     else:
-        through_R = length_R.index_select(0, order_R).cumsum(0)  # values up to and with each run
-        last_U = first_U + _lengths(first_U, len(order_R)) - 1
-        through_U = through_R.index_select(0, last_U)
-        counts_U = torch.diff(through_U, prepend=through_U.new_zeros(1))
-    rank_U = through_U.to(torch.float64) - (counts_U - 1).to(torch.float64) / 2
-    if len(rank_U) < len(order_R):
-        rank_U = rank_U.repeat_interleave(_lengths(first_U, len(order_R)), output_size=len(order_R))
-    rank_R = torch.empty_like(rank_U).scatter_(0, order_R, rank_U)
-    return rank_R if length_R is None else rank_R.repeat_interleave(length_R, output_size=len(x_N))
+        length_R = _lengths(first_R, len(x_N)).index_select(0, order_R)
+        before_U = (length_R.cumsum(0) - length_R).index_select(0, first_U)  # smaller values
+    counts_U = _lengths(before_U, len(x_N))
+    rank_U = before_U + (counts_U + 1).to(torch.float64) / 2
+    sorted_R = rank_U if len(rank_U) == len(order_R) else rank_U.index_select(0, starts_R.cumsum(0) - 1)
+    rank_R = torch.empty_like(sorted_R).scatter_(0, order_R, sorted_R)
+    return rank_R if alone else rank_R.index_select(0, starts_N.cumsum(0) - 1)
 
 
-def _first_of_runs(x_N: Tensor) -> Tensor:
-    """int64 index of the first of each run of equal values."""
+def _starts_of_runs(x_N: Tensor) -> Tensor:
+    """bool, the first of each run of equal values."""
     starts_N = torch.ones(x_N.shape, dtype=torch.bool, device=x_N.device)
     torch.ne(x_N[1:], x_N[:-1], out=starts_N[1:])
-    return places(starts_N)
+    return starts_N
 
 
 def _lengths(first_R: Tensor, total: int) -> Tensor:
