@@ -11,6 +11,7 @@ Statistics are exact on the given batch: a training step's is put together from 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -91,80 +92,165 @@ def mismatch_metrics(
         ValueError, TypeError: an argument that does not fit, by name. `RouteError` (a ValueError) for routes, with
             sample, layer and position.
     """
-    for name, value in (("clip_ratio_low", clip_ratio_low), ("clip_ratio_high", clip_ratio_high)):
+    _check_clip(clip_ratio_low, clip_ratio_high)
+    batch = BatchMismatch.of(
+        old_log_probs=old_log_probs,
+        rollout_log_probs=rollout_log_probs,
+        response_mask=response_mask,
+        advantages=advantages,
+        rollout_top1=rollout_top1,
+        train_top1=train_top1,
+        rollout_routes=rollout_routes,
+        train_routes=train_routes,
+        weight_versions=weight_versions,
+        current_version=current_version,
+        num_experts=num_experts,
+        spearman_sample=spearman_sample,
+    )
+    return batch.with_loss(
+        log_prob=log_prob,
+        clip_ratio_low=clip_ratio_low,
+        clip_ratio_high=clip_ratio_high,
+        bypass=bypass,
+        kept_mask=kept_mask,
+        loss_ratio=loss_ratio,
+    )
+
+
+@dataclass(frozen=True)
+class BatchMismatch:
+    """The metrics of `mismatch_metrics` that need nothing of the loss, and what the others are computed from.
+
+    Attributes:
+        found: the metrics.
+        tokens: the batch's valid tokens.
+        advantage_N: float64; None where none were given.
+        finite_N: bool, tokens whose advantage is finite; None likewise.
+    """
+
+    found: dict[str, float]
+    tokens: ValidTokens
+    advantage_N: Tensor | None
+    finite_N: Tensor | None
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        old_log_probs: Tensor,
+        rollout_log_probs: Tensor,
+        response_mask: Tensor,
+        advantages: Tensor | None = None,
+        rollout_top1: Tensor | None = None,
+        train_top1: Tensor | None = None,
+        rollout_routes: Tensor | None = None,
+        train_routes: Tensor | None = None,
+        weight_versions: Tensor | None = None,
+        current_version: int | None = None,
+        num_experts: int | None = None,
+        spearman_sample: int | None = None,
+    ) -> BatchMismatch:
+        """Arguments and errors as in `mismatch_metrics`."""
+        if (rollout_routes is None) != (train_routes is None):
+            missing = "rollout_routes" if rollout_routes is None else "train_routes"
+            raise ValueError(
+                f"{missing} is missing: routes recorded on one side only cannot be compared; record both or neither"
+            )
+        if rollout_top1 is not None and train_top1 is None:
+            raise ValueError(
+                "train_top1 is missing: the rollout's top-1 ids were given and need the trainer's beside them"
+            )
+        if (weight_versions is None) != (current_version is None):
+            raise ValueError("weight_versions and current_version belong together: give both or neither")
+
+        tokens = ValidTokens.select(old_log_probs, rollout_log_probs, response_mask)
+        sink = MetricSink(tokens.delta_N.device)
+        sink.put("valid_tokens", tokens.count)
+        sink.put("missing_tokens", tokens.missing)
+
+        # Checked before the early return, so that a wrong argument is not hidden by an empty batch.
+        advantage_N = None if advantages is None else tokens.gather("advantages", advantages, floating=True)
+        top1 = None
+        if rollout_top1 is not None and train_top1 is not None:
+            top1 = tuple(
+                tokens.gather(name, ids, floating=False)
+                for name, ids in (("rollout_top1", rollout_top1), ("train_top1", train_top1))
+            )
+        version_N = None
+        if weight_versions is not None:
+            version_N = tokens.gather("weight_versions", weight_versions, floating=False)
+        if rollout_routes is not None and train_routes is not None:
+            put_route_metrics(sink, tokens, rollout_routes, train_routes, num_experts)
+        if tokens.count == 0:
+            return cls(sink.finish(), tokens, None, None)
+
+        size_N, excess_N = tokens.delta_N.abs(), ratio_minus_one(tokens.delta_N)
+        _put_delta(sink, tokens, size_N, excess_N)
+        _put_sequences(sink, tokens, _put_bins(sink, tokens, size_N))
+        _put_estimators(sink, tokens, excess_N)
+        if top1 is not None:
+            _put_top1(sink, *top1)
+        if version_N is not None and current_version is not None:
+            _put_staleness(sink, tokens, size_N, version_N, current_version)
+        finite_N = None
+        if advantage_N is not None:
+            finite_N = finite_fp32(advantage_N)
+            advantage_N = advantage_N.to(torch.float64)
+            sink.put("nonfinite_advantage_tokens", len(finite_N) - finite_N.count_nonzero())
+            _put_by_advantage(sink, *_selected(finite_N, tokens.delta_N, advantage_N), spearman_sample=spearman_sample)
+        return cls(sink.finish(), tokens, advantage_N, finite_N)
+
+    def with_loss(
+        self,
+        *,
+        log_prob: Tensor | None = None,
+        clip_ratio_low: float = 0.2,
+        clip_ratio_high: float = 0.2,
+        bypass: bool = False,
+        kept_mask: Tensor | None = None,
+        loss_ratio: bool = True,
+    ) -> dict[str, float]:
+        """All metrics of `mismatch_metrics`; arguments and errors as there."""
+        _check_clip(clip_ratio_low, clip_ratio_high)
+        tokens = self.tokens
+        log_prob_N = None if log_prob is None else tokens.gather("log_prob", log_prob, floating=True)
+        kept_N = None
+        if kept_mask is not None:
+            kept_N = tokens.gather("kept_mask", as_mask(kept_mask, "kept_mask").to(torch.uint8), floating=False).bool()
+        if tokens.count == 0:
+            return dict(self.found)
+
+        sink = MetricSink(tokens.delta_N.device)
+        # log p falls back to log p_old for contributions and clipping; a token whose log p is not finite leaves both.
+        log_p_N = tokens.old_N if log_prob_N is None else log_prob_N.to(torch.float64)
+        usable_N = finite_fp32(log_p_N if log_prob_N is None else log_prob_N)
+        if log_prob_N is not None:
+            sink.put("nonfinite_log_prob_tokens", len(usable_N) - usable_N.count_nonzero())
+        if log_prob_N is not None and loss_ratio:
+            (loss_log_ratio_N,) = _selected(usable_N, log_p_N - (tokens.rollout_N if bypass else tokens.old_N))
+            for name, estimate in (("ppo_k1", k1), ("ppo_k2", k2), ("ppo_k3", k3)):
+                sink.put_mean(name, estimate(loss_log_ratio_N))
+        if self.advantage_N is not None and self.finite_N is not None:
+            if kept_N is not None:
+                _put_shares_by_sign(sink, "rejected_share", *_selected(self.finite_N, ~kept_N, self.advantage_N))
+            signed_N, train_N, rollout_N = _selected(
+                usable_N & self.finite_N, self.advantage_N, log_p_N - tokens.old_N, log_p_N - tokens.rollout_N
+            )
+            _put_objective(
+                sink,
+                advantage_N=signed_N,
+                log_train_N=train_N,
+                log_rollout_N=rollout_N,
+                clip=(clip_ratio_low, clip_ratio_high),
+                loss_uses=None if log_prob_N is None or not loss_ratio else ("rollout" if bypass else "train"),
+            )
+        return self.found | sink.finish()
+
+
+def _check_clip(low: float, high: float) -> None:
+    for name, value in (("clip_ratio_low", low), ("clip_ratio_high", high)):
         if not (math.isfinite(value) and value >= 0):
             raise ValueError(f"{name} must be a finite number >= 0, got {value}")
-    if (rollout_routes is None) != (train_routes is None):
-        missing = "rollout_routes" if rollout_routes is None else "train_routes"
-        raise ValueError(
-            f"{missing} is missing: routes recorded on one side only cannot be compared; record both or neither"
-        )
-    if rollout_top1 is not None and train_top1 is None:
-        raise ValueError("train_top1 is missing: the rollout's top-1 ids were given and need the trainer's beside them")
-    if (weight_versions is None) != (current_version is None):
-        raise ValueError("weight_versions and current_version belong together: give both or neither")
-
-    tokens = ValidTokens.select(old_log_probs, rollout_log_probs, response_mask)
-    sink = MetricSink(tokens.delta_N.device)
-    sink.put("valid_tokens", tokens.count)
-    sink.put("missing_tokens", tokens.missing)
-
-    # Checked before the early return, so that a wrong argument is not hidden by an empty batch.
-    advantage_N = None if advantages is None else tokens.gather("advantages", advantages, floating=True)
-    log_prob_N = None if log_prob is None else tokens.gather("log_prob", log_prob, floating=True)
-    kept_N = None
-    if kept_mask is not None:
-        kept_N = tokens.gather("kept_mask", as_mask(kept_mask, "kept_mask").to(torch.uint8), floating=False).bool()
-    top1 = None
-    if rollout_top1 is not None and train_top1 is not None:
-        top1 = tuple(
-            tokens.gather(name, ids, floating=False)
-            for name, ids in (("rollout_top1", rollout_top1), ("train_top1", train_top1))
-        )
-    version_N = None if weight_versions is None else tokens.gather("weight_versions", weight_versions, floating=False)
-    if rollout_routes is not None and train_routes is not None:
-        put_route_metrics(sink, tokens, rollout_routes, train_routes, num_experts)
-    if tokens.count == 0:
-        return sink.finish()
-
-    size_N, excess_N = tokens.delta_N.abs(), ratio_minus_one(tokens.delta_N)
-    _put_delta(sink, tokens, size_N, excess_N)
-    _put_sequences(sink, tokens, _put_bins(sink, tokens, size_N))
-    _put_estimators(sink, tokens, excess_N)
-    if top1 is not None:
-        _put_top1(sink, *top1)
-    if version_N is not None and current_version is not None:
-        _put_staleness(sink, tokens, size_N, version_N, current_version)
-
-    # log p falls back to log p_old for contributions and clipping; a token whose log p is not finite leaves both.
-    log_p_N = tokens.old_N if log_prob_N is None else log_prob_N.to(torch.float64)
-    usable_N = finite_fp32(log_p_N if log_prob_N is None else log_prob_N)
-    if log_prob_N is not None:
-        sink.put("nonfinite_log_prob_tokens", len(usable_N) - usable_N.count_nonzero())
-    if log_prob_N is not None and loss_ratio:
-        (loss_log_ratio_N,) = _selected(usable_N, log_p_N - (tokens.rollout_N if bypass else tokens.old_N))
-        for name, estimate in (("ppo_k1", k1), ("ppo_k2", k2), ("ppo_k3", k3)):
-            sink.put_mean(name, estimate(loss_log_ratio_N))
-    if advantage_N is not None:
-        finite_N = finite_fp32(advantage_N)
-        advantage_N = advantage_N.to(torch.float64)
-        sink.put("nonfinite_advantage_tokens", len(finite_N) - finite_N.count_nonzero())
-        _put_by_advantage(sink, *_selected(finite_N, tokens.delta_N, advantage_N), spearman_sample=spearman_sample)
-        if kept_N is not None:
-            _put_shares_by_sign(sink, "rejected_share", *_selected(finite_N, ~kept_N, advantage_N))
-        usable_N = usable_N & finite_N
-        signed_N, train_N, rollout_N = _selected(
-            usable_N, advantage_N, log_p_N - tokens.old_N, log_p_N - tokens.rollout_N
-        )
-        _put_objective(
-            sink,
-            advantage_N=signed_N,
-            log_train_N=train_N,
-            log_rollout_N=rollout_N,
-            clip=(clip_ratio_low, clip_ratio_high),
-            loss_uses=None if log_prob_N is None or not loss_ratio else ("rollout" if bypass else "train"),
-        )
-    return sink.finish()
 
 
 def _selected(select_N: Tensor, *values_N: Tensor) -> tuple[Tensor, ...]:

@@ -114,7 +114,9 @@ class DumpedSequence:
             "routes_rollout": _lists(self.routes_rollout_NJ, count),
             "routes_train": _lists(self.routes_train_NJ, count),
         }
-        return {name: pa.repeat(pa.scalar(value, SCHEMA.field(name).type), count) for name, value in same.items()} | each
+        return {
+            name: pa.repeat(pa.scalar(value, SCHEMA.field(name).type), count) for name, value in same.items()
+        } | each
 
 
 def _log_probs(values_N: np.ndarray | None, count: int) -> Any:

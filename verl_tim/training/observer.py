@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from verl_tim.correction.ratios import finite
-from verl_tim.diagnosis import mismatch_metrics
 from verl_tim.diagnosis.estimators import trainer_self_delta
 from verl_tim.diagnosis.gate import BitReport, GateError, compare_bits
 from verl_tim.diagnosis.loss_ratio import LossRatioSums
+from verl_tim.diagnosis.metrics import BatchMismatch
 from verl_tim.diagnosis.run_folder import RunFolder, Sample
 from verl_tim.rollout.recorded import Recorded
 from verl_tim.rollout.versions import UNKNOWN
@@ -31,6 +31,7 @@ from verl_tim.training.baseline_gate import BaselineGate
 from verl_tim.training.choices import Choices
 from verl_tim.training.config import TimConfig
 from verl_tim.training.correction_report import LossReport
+from verl_tim.training.errands import Errand, Errands
 from verl_tim.training.forward_records import ForwardRecord
 from verl_tim.training.records import LossRecord, SeenByLoss, assemble, padded
 from verl_tim.training.reuse import LogProbReuse, check_usable
@@ -39,6 +40,7 @@ from verl_tim.training.token_dumps import TokenDumper
 logger = logging.getLogger(__name__)
 
 LOSS_CHUNK = 1 << 17  # padded tokens of the loss's records that are looked at together
+Ids = Sequence[int] | np.ndarray
 SPEARMAN_TOKENS = 1_000_000  # ranks of more tokens than that are those of a sample
 
 
@@ -72,8 +74,8 @@ class StepBatch:
     response_mask_BT: Tensor
     advantages_BT: Tensor
     scores_B: Tensor
-    prompts: Sequence[Sequence[int]]
-    responses: Sequence[Sequence[int]]
+    prompts: Sequence[Ids]
+    responses: Sequence[Ids]
     uids: Sequence[str] = ()
     versions_B: Tensor | None = None
     versions_BT: Tensor | None = None
@@ -136,6 +138,7 @@ class StepObserver:
 
     Attributes:
         baseline: watches every step's metrics where a run asks for it.
+        errands: what is done while the workers are busy.
     """
 
     def __init__(
@@ -163,6 +166,8 @@ class StepObserver:
         self._largest = 0.0  # nats, their largest difference
         self._part = 0  # of the step under way
         self._seconds = 0.0  # of the step under way
+        self.errands = Errands()
+        self._ahead: tuple[StepBatch, Errand[BatchMismatch]] | None = None  # of the step under way
         self._tokens = TokenDumper(tim, decode, correction=correction or {}, model_path=model_path)
 
     @contextmanager
@@ -175,9 +180,13 @@ class StepObserver:
             self._seconds += time.perf_counter() - began
 
     def timing(self) -> dict[str, float]:
-        """`timing_s/tim` of the step, which ends with it: what diagnosis, gate and dumps cost the trainer's process."""
+        """`timing_s/tim` of the step, which ends with it: by how much diagnosis, gate and dumps made it longer.
+
+        `timing_s/tim_beside_workers`, where there is something, is what was done while the workers were busy.
+        """
         seconds, self._seconds = self._seconds, 0.0
-        return {"timing_s/tim": seconds}
+        beside = self.errands.seconds()
+        return {"timing_s/tim": seconds} | ({"timing_s/tim_beside_workers": beside} if beside else {})
 
     # ------------------------------------------------------------------------------------------------- two moments
 
@@ -201,6 +210,9 @@ class StepObserver:
                     "actor_rollout_ref.rollout.calculate_log_probs=true"
                 )
             self._gate(step, batch, batch.old_log_probs_BT, batch.response_mask_BT)
+        if self._part == 0 and batch.old_log_probs_BT is not None and batch.rollout_log_probs_BT is not None:
+            # of a step in several parts the metrics are of the whole, which nobody has yet
+            self._ahead = batch, self.errands.send(self._mismatch, step, batch)
         if self.reuse is None:
             return
         if reuses:
@@ -251,21 +263,16 @@ class StepObserver:
     def _scored(self, step: int, batch: StepBatch, seen: SeenByLoss, *, loss_ratio: bool) -> dict[str, float]:
         """The trainer has scored the whole batch before the update: recomputation, or bypass with `old_forward`."""
         assert batch.old_log_probs_BT is not None
-        assert batch.rollout_log_probs_BT is not None
         valid_BT = batch.response_mask_BT.bool()
-        metrics = mismatch_metrics(
-            old_log_probs=batch.old_log_probs_BT,
-            rollout_log_probs=batch.rollout_log_probs_BT,
-            response_mask=valid_BT,
-            advantages=batch.advantages_BT,
+        ahead, self._ahead = self._ahead, None
+        mismatch = ahead[1].result() if ahead is not None and ahead[0] is batch else self._mismatch(step, batch)
+        metrics = mismatch.with_loss(
             log_prob=seen.log_prob_BT if bool(seen.seen_B.any()) else None,
             clip_ratio_low=self.clip_ratio_low,
             clip_ratio_high=self.clip_ratio_high,
             bypass=self.bypass,
             kept_mask=_kept(batch, seen),
-            spearman_sample=SPEARMAN_TOKENS,
             loss_ratio=loss_ratio,
-            **self._versions(step, batch, torch.arange(len(batch))),
         )
         fresh = seen.fresh_B
         return metrics | trainer_self_delta(seen.log_prob_BT[fresh], batch.old_log_probs_BT[fresh], valid_BT[fresh])
@@ -282,21 +289,32 @@ class StepObserver:
             return {"tim/sampled_share": 0.0}
         if self.gated:
             self._gate(step, batch, seen.log_prob_BT, valid_BT & seen.fresh_B.unsqueeze(1))
-        metrics = mismatch_metrics(
-            old_log_probs=seen.log_prob_BT[rows],
-            rollout_log_probs=batch.rollout_log_probs_BT[rows],
-            response_mask=valid_BT[rows],
-            advantages=batch.advantages_BT[rows],
+        mismatch = self._mismatch(step, batch, seen.log_prob_BT, rows)
+        metrics = mismatch.with_loss(
             clip_ratio_low=self.clip_ratio_low,
             clip_ratio_high=self.clip_ratio_high,
             bypass=self.bypass,
             kept_mask=None if seen.kept_BT is None else seen.kept_BT[rows],
-            spearman_sample=SPEARMAN_TOKENS,
             loss_ratio=loss_ratio,
-            **self._versions(step, batch, rows),
         )
         metrics["tim/sampled_share"] = sampled / tokens
         return metrics
+
+    def _mismatch(
+        self, step: int, batch: StepBatch, train_BT: Tensor | None = None, rows: Tensor | slice = slice(None)
+    ) -> BatchMismatch:
+        """What needs nothing of the loss. `train_BT`: in place of the batch's old log-probs."""
+        train_BT = batch.old_log_probs_BT if train_BT is None else train_BT
+        assert train_BT is not None
+        assert batch.rollout_log_probs_BT is not None
+        return BatchMismatch.of(
+            old_log_probs=train_BT[rows],
+            rollout_log_probs=batch.rollout_log_probs_BT[rows],
+            response_mask=batch.response_mask_BT[rows].bool(),
+            advantages=batch.advantages_BT[rows],
+            spearman_sample=SPEARMAN_TOKENS,
+            **self._versions(step, batch, rows),
+        )
 
     def _of_the_loss(self, batch: StepBatch, records: Sequence[LossRecord]) -> dict[str, float]:
         """Metrics of the ratio that the loss used, over every mini-batch and epoch, in either mode."""
@@ -341,7 +359,7 @@ class StepObserver:
             return torch.ones_like(batch.response_mask_BT, dtype=torch.bool)
         return (batch.versions_BT != UNKNOWN) & (batch.versions_BT >= step - 1 - lag)
 
-    def _versions(self, step: int, batch: StepBatch, rows: Tensor) -> dict[str, Any]:
+    def _versions(self, step: int, batch: StepBatch, rows: Tensor | slice) -> dict[str, Any]:
         """Versions by token, for a token without a record the oldest of its row; older than step - 1 is stale."""
         if batch.versions_B is None:
             return {}
@@ -379,7 +397,7 @@ class StepObserver:
     def _describe_mismatch(self, step: int, batch: StepBatch, report: BitReport) -> str:
         first = report.first
         assert first is not None
-        token_id = batch.responses[first.row][first.token]
+        token_id = int(batch.responses[first.row][first.token])
         return (
             f"step {step}: rollout and trainer differ: {report}; row {first.row} is {batch.keys[first.row]}, response "
             f"token {first.token} has id {token_id} ({self.decode([token_id])!r}), trainer {float.hex(first.train)}, "
@@ -400,8 +418,8 @@ class StepObserver:
         uid, truth = values.pop("index", None), values.pop("ground_truth", None)
         return Sample(
             step=step,
-            prompt=self.decode(batch.prompts[row]),
-            response=self.decode(batch.responses[row]),
+            prompt=self.decode(np.asarray(batch.prompts[row]).tolist()),
+            response=self.decode(np.asarray(batch.responses[row]).tolist()),
             reward=_number(batch.scores_B[row]),
             uid=None if uid is None else str(uid),
             ground_truth=None if truth is None else str(truth),
