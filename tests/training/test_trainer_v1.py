@@ -88,7 +88,7 @@ def test_what_was_fetched_early_is_not_fetched_again():
     (everything,) = plain.asked
     late, early = ahead.asked
     assert early == set(EARLY_FIELDS)
-    assert late == everything - early == {"response_mask", "old_log_probs", "advantages"}
+    assert late == everything - early == {"old_log_probs", "advantages"}
     for name in ("old_log_probs_BT", "rollout_log_probs_BT", "response_mask_BT", "advantages_BT", "scores_B"):
         assert torch.equal(getattr(found, name), getattr(want, name)), name
     assert found.old_log_probs_BT.tolist() == [[-1.5, -2.0, -3.0], [-4.0, -5.0, 0.0]]

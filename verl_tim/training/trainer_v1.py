@@ -58,9 +58,18 @@ from verl_tim.training.startup import (
 )
 from verl_tim.training.tracking import closed_at_the_end
 
-# What is final before the step's first forward. The workers read the batch when they begin with it, and are not to be
-# kept waiting.
-EARLY_FIELDS = ("prompts", "responses", "rollout_log_probs", "rm_scores", "reward_model", "data_source", "index")
+# What is final before the step's first forward; the mask, too, since verl's own rejection does not touch it
+# (`plugin.patch_native_correction`). The workers read the batch when they begin, and are not to be kept waiting.
+EARLY_FIELDS = (
+    "prompts",
+    "responses",
+    "response_mask",
+    "rollout_log_probs",
+    "rm_scores",
+    "reward_model",
+    "data_source",
+    "index",
+)
 EARLY_DELAY = 0.5  # seconds
 
 if TYPE_CHECKING:
@@ -344,7 +353,7 @@ class TimTrainer(_Base):
         """The batch as padded tensors; all rows, padding rows with an empty mask."""
         assert self.observer is not None
         scored = OLD_FORWARD_FIELD if self.observer.bypass else "old_log_probs"
-        late = ["response_mask", "advantages", *([] if self._reuses else [scored])]
+        late = ["advantages", *([] if self._reuses else [scored])]
         early, self._early = self._early, None
         if early is not None and early[0] == list(batch.keys):
             parts = [self._fields(batch, *late), early[1].result()]
