@@ -225,6 +225,30 @@ def test_the_ratio_of_the_loss_can_be_left_out():
     assert less == {name: whole[name] for name in less}
 
 
+@pytest.mark.parametrize("bypass", [False, True])
+def test_blocks_merge_to_the_whole(monkeypatch, bypass):
+    generator = torch.Generator().manual_seed(3)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    old = -normal(6, 11).abs()
+    fields = {
+        "old_log_probs": old,
+        "rollout_log_probs": old + 0.3 * normal(6, 11),
+        "log_prob": old + 0.3 * normal(6, 11),
+        "advantages": normal(6, 1).expand(6, 11).clone(),
+        "response_mask": normal(6, 11) > -1,
+        "bypass": bypass,
+    }
+    fields["advantages"][0, :3] = torch.tensor([NAN, 0.0, INF])
+    fields["log_prob"][1, 2] = NAN
+    whole = mismatch_metrics(**fields)
+    assert min(whole["tim/clip_both"], whole["tim/clip_mismatch_only"], whole["tim/clip_masked_by_mismatch"]) > 0
+    monkeypatch.setattr("verl_tim.diagnosis.metrics.BLOCK", 4)
+    assert mismatch_metrics(**fields) == pytest.approx(whole, rel=1e-13)
+
+
 def test_the_loss_comes_later_and_more_than_once():
     old, rollout = tensor([[-1.0, -2.0, -1.0]]), tensor([[-1.1, -2.0, -1.25]])
     given_first = {"old_log_probs": old, "rollout_log_probs": rollout, "response_mask": torch.ones(1, 3)}

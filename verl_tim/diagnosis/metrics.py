@@ -33,6 +33,8 @@ from verl_tim.diagnosis.tokens import ValidTokens, as_mask, finite_fp32
 
 DELTA_THRESHOLDS = (0.01, 0.1, 0.5, 1.0)  # nats
 BINS = 10
+SIGNS = ("pos", "neg")
+BLOCK = 1 << 15  # tokens looked at together on a CPU: what is computed of them stays in its caches
 MAX_TURNS = 32  # later turns share one bin, so that no batch can flood a tracker with keys
 MAX_VERSION_LAG = 8  # likewise
 
@@ -222,25 +224,26 @@ class BatchMismatch:
 
         sink = MetricSink(tokens.delta_N.device)
         # log p falls back to log p_old for contributions and clipping; a token whose log p is not finite leaves both.
-        log_p_N = tokens.old_N if log_prob_N is None else log_prob_N.to(torch.float64)
-        usable_N = finite_fp32(log_p_N if log_prob_N is None else log_prob_N)
+        log_p_N = tokens.old_N if log_prob_N is None else log_prob_N
+        usable_N = finite_fp32(log_p_N)
         if log_prob_N is not None:
             sink.put("nonfinite_log_prob_tokens", len(usable_N) - usable_N.count_nonzero())
         if log_prob_N is not None and loss_ratio:
-            (loss_log_ratio_N,) = _selected(usable_N, log_p_N - (tokens.rollout_N if bypass else tokens.old_N))
+            reference_N = tokens.rollout_N if bypass else tokens.old_N
+            (loss_log_ratio_N,) = _selected(usable_N, log_p_N.to(torch.float64) - reference_N)
             for name, estimate in (("ppo_k1", k1), ("ppo_k2", k2), ("ppo_k3", k3)):
                 sink.put_mean(name, estimate(loss_log_ratio_N))
         if self.advantage_N is not None and self.finite_N is not None:
             if kept_N is not None:
                 _put_shares_by_sign(sink, "rejected_share", *_selected(self.finite_N, ~kept_N, self.advantage_N))
-            signed_N, train_N, rollout_N = _selected(
-                usable_N & self.finite_N, self.advantage_N, log_p_N - tokens.old_N, log_p_N - tokens.rollout_N
+            advantage_N, log_p_N, old_N, rollout_N = _selected(
+                usable_N & self.finite_N, self.advantage_N, log_p_N, tokens.old_N, tokens.rollout_N
             )
             _put_objective(
                 sink,
-                advantage_N=signed_N,
-                log_train_N=train_N,
-                log_rollout_N=rollout_N,
+                advantage_N=advantage_N,
+                log_p_N=log_p_N,
+                references={"train": old_N, "rollout": rollout_N},
                 clip=(clip_ratio_low, clip_ratio_high),
                 loss_uses=None if log_prob_N is None or not loss_ratio else ("rollout" if bypass else "train"),
             )
@@ -448,30 +451,59 @@ def _put_objective(
     sink: MetricSink,
     *,
     advantage_N: Tensor,
-    log_train_N: Tensor,
-    log_rollout_N: Tensor,
+    log_p_N: Tensor,
+    references: dict[str, Tensor],
     clip: tuple[float, float],
     loss_uses: str | None,
 ) -> None:
-    """Loss contributions C(r) = -(r - 1) A by sign of A, and which tokens PPO's clip binds for, under both ratios."""
+    """Loss contributions C(r) = -(r - 1) A by sign of A, and which tokens PPO's clip binds for, under both ratios.
+
+    `references`: log p_old for the ratio "train", log q for "rollout"; float64, as the advantage.
+    """
+    count = len(advantage_N)
+    if not count:
+        return
     low, high = clip
-    clipped: dict[str, Tensor] = {}
-    means: dict[str, list[Tensor]] = {}
-    positive_N, negative_N = advantage_N > 0, advantage_N < 0
-    totals = {"pos": positive_N.count_nonzero(), "neg": negative_N.count_nonzero()}
-    advantages = {"pos": advantage_N.clamp_min(0.0), "neg": advantage_N.clamp_max(0.0)}
-    for side, log_ratio_N in (("train", log_train_N), ("rollout", log_rollout_N)):
-        excess_N = ratio_minus_one(log_ratio_N)
-        means[side] = [
-            -(excess_N * signed_N).sum() / totals[sign].clamp_min(1) for sign, signed_N in advantages.items()
-        ]
-        for sign, mean in zip(advantages, means[side], strict=True):
-            sink.put(f"contribution_{sign}_{side}", mean, totals[sign])
-        clipped[side] = (positive_N & (excess_N > high)) | (negative_N & (excess_N < -low))
-    if all(bool(total) for total in totals.values()):
-        sink.put("contribution_skew", sum(means["rollout"]) - sum(means["train"]))
-    sink.put_mean("clip_mismatch_only", clipped["rollout"] & ~clipped["train"])
-    sink.put_mean("clip_masked_by_mismatch", clipped["train"] & ~clipped["rollout"])
-    sink.put_mean("clip_both", clipped["train"] & clipped["rollout"])
+    totals_S = torch.zeros(2, dtype=torch.int64, device=advantage_N.device)  # tokens by sign: above 0, below
+    sums = {side: torch.zeros(2, dtype=torch.float64, device=advantage_N.device) for side in references}
+    only_rollout, only_train, both = torch.zeros(3, dtype=torch.int64, device=advantage_N.device)
+    clipped_S = torch.zeros_like(totals_S)  # under the ratio that the loss used
+    block = BLOCK if advantage_N.device.type == "cpu" else count
+    for start in range(0, count, block):
+        at = slice(start, start + block)
+        advantage, log_p = advantage_N[at], log_p_N[at].to(torch.float64)
+        signs = advantage > 0, advantage < 0
+        signed = advantage.clamp_min(0.0), advantage.clamp_max(0.0)
+        totals_S += _counts(*signs)
+        clipped: dict[str, Tensor] = {}
+        for side, reference_N in references.items():
+            excess = ratio_minus_one(log_p - reference_N[at])
+            sums[side] -= torch.stack([(excess * values).sum() for values in signed])
+            clipped[side] = (signs[0] & (excess > high)) | (signs[1] & (excess < -low))
+        train, rollout = clipped["train"], clipped["rollout"]
+        only_rollout += (rollout & ~train).count_nonzero()
+        only_train += (train & ~rollout).count_nonzero()
+        both += (train & rollout).count_nonzero()
+        if loss_uses is not None:
+            clipped_S += _counts(*(clipped[loss_uses] & sign for sign in signs))
+    means = {side: sums_S / totals_S.clamp_min(1) for side, sums_S in sums.items()}
+    for side, means_S in means.items():
+        for sign, mean, total in zip(SIGNS, means_S, totals_S, strict=True):
+            sink.put(f"contribution_{sign}_{side}", mean, total)
+    if bool((totals_S > 0).all()):
+        sink.put("contribution_skew", means["rollout"].sum() - means["train"].sum())
+    for name, found in (
+        ("clip_mismatch_only", only_rollout),
+        ("clip_masked_by_mismatch", only_train),
+        ("clip_both", both),
+    ):
+        sink.put(name, found.to(torch.float64) / count)
     if loss_uses is not None:
-        _put_shares_by_sign(sink, "clipped_share", clipped[loss_uses], advantage_N)
+        shares_S = clipped_S.to(torch.float64) / totals_S.clamp_min(1)
+        for sign, share, total in zip(SIGNS, shares_S, totals_S, strict=True):
+            sink.put(f"clipped_share_{sign}_adv", share, total)
+
+
+def _counts(*masks: Tensor) -> Tensor:
+    """int64, one for each."""
+    return torch.stack([mask.count_nonzero() for mask in masks])

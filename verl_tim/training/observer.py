@@ -39,7 +39,7 @@ from verl_tim.training.token_dumps import TokenDumper
 
 logger = logging.getLogger(__name__)
 
-LOSS_CHUNK = 1 << 17  # padded tokens of the loss's records that are looked at together
+LOSS_CHUNK = 1 << 16  # padded tokens of the loss's records that are looked at together
 Ids = Sequence[int] | np.ndarray
 SPEARMAN_TOKENS = 1_000_000  # ranks of more tokens than that are those of a sample
 
