@@ -12,7 +12,10 @@ from mismatch_reference import reference_metrics
 
 from verl_tim.diagnosis import mismatch_metrics
 from verl_tim.diagnosis.estimators import RatioSums, trainer_self_delta
-from verl_tim.diagnosis.stats import mean_ranks, sorted_quantiles
+from verl_tim.diagnosis.metrics import BatchMismatch
+from verl_tim.diagnosis.sink import MetricSink
+from verl_tim.diagnosis.stats import mean_ranks, segment_sums, sorted_quantiles
+from verl_tim.diagnosis.tokens import finite_fp32
 
 NAN, INF = math.nan, math.inf
 
@@ -153,6 +156,108 @@ def test_quantiles_are_numpys(values, q):
 
 def test_tied_ranks_are_shared():
     assert mean_ranks(torch.tensor([3.0, 1.0, 3.0, 2.0])).tolist() == [3.5, 1.0, 3.5, 2.0]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from([-2.0, -0.0, 0.0, 0.5, 3.0]), st.integers(1, 4)), max_size=12))
+@example([])
+@example([(0.0, 1), (0.5, 1), (3.0, 1)])
+def test_ranks_by_counting(runs):
+    values = [value for value, times in runs for _ in range(times)]
+    wanted = [sum(x < value for x in values) + (values.count(value) + 1) / 2 for value in values]
+    assert mean_ranks(torch.tensor(values, dtype=torch.float64)).tolist() == wanted
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(0, 4), max_size=8))
+@example([0, 3, 0, 0, 2, 0])
+def test_sums_of_stretches(counts):
+    values = torch.arange(1.0, sum(counts) + 1, dtype=torch.float64)
+    wanted = [float(part.sum()) for part in values.split(counts)]
+    assert segment_sums(values, torch.tensor(counts, dtype=torch.int64)).tolist() == wanted
+
+
+def test_finite_is_what_fp32_holds():
+    largest = torch.finfo(torch.float32).max
+    values = torch.tensor(
+        [0.0, largest, 2.0**128 - 2.0**103, math.nextafter(2.0**128 - 2.0**103, 0), 2.0**128, INF, NAN],
+        dtype=torch.float64,
+    )
+    for x in (torch.cat([values, -values]), torch.tensor([largest, INF, -INF, NAN, -0.0])):
+        assert torch.equal(finite_fp32(x), torch.isfinite(x.to(torch.float32)))
+
+
+def test_means_of_a_selection_read_nothing_else():
+    sink = MetricSink(torch.device("cpu"))
+    some = torch.tensor([True, False, True])
+    sink.put_mean("values", torch.tensor([1.0, NAN, 2.0]), some)
+    sink.put_mean("counts", torch.tensor([1, 7, 4]), some)
+    sink.put_mean("hits", torch.tensor([True, True, False]), some)
+    sink.put_mean("none", torch.tensor([1.0, 2.0, 3.0]), torch.zeros(3, dtype=torch.bool))
+    sink.put_mean("third", torch.tensor([True, False, False]))
+    assert sink.finish() == {"tim/values": 1.5, "tim/counts": 2.5, "tim/hits": 0.5, "tim/third": 1 / 3}
+
+
+def test_shares_of_large_sizes_are_float64():
+    found = from_delta([[0.005, 0.5, 21.0]])
+    assert [found[f"tim/delta_gt_{x}"] for x in ("0.01", "0.1", "0.5", "1")] == [2 / 3, 2 / 3, 1 / 3, 1 / 3]
+    assert found["tim/clamped_tokens"] == 1
+
+
+def test_places_of_rows_with_missing_tokens():
+    """A token that is missing keeps its place: those behind it are not counted as earlier."""
+    whole = [0.125 * (i + 1) for i in range(12)]
+    holed = [NAN if i in (0, 5) else size for i, size in enumerate(whole)]
+    found = from_delta([holed, whole[:4] + [0.0] * 8], [[1] * 12, [1] * 4 + [0] * 8])
+    tenths = [[size for i, size in enumerate(holed) if i * 10 // 12 == k and size == size] for k in range(10)]
+    for k, sizes in enumerate(tenths):
+        name = f"tim/delta_abs_mean_by_position_{k}"
+        assert (found[name] == close(sum(sizes) / len(sizes))) if sizes else (name not in found)
+
+
+def test_the_ratio_of_the_loss_can_be_left_out():
+    fields = {"advantages": [[1.0, -1.0, 1.0]], "log_prob": [[-1.5, -2.5, -0.5]]}
+    whole = metrics([[-1.0, -2.0, -1.0]], [[-1.1, -2.0, -1.0]], **fields)
+    less = metrics([[-1.0, -2.0, -1.0]], [[-1.1, -2.0, -1.0]], **fields, loss_ratio=False)
+    assert whole.keys() - less.keys() == {
+        "tim/ppo_k1", "tim/ppo_k2", "tim/ppo_k3", "tim/clipped_share_pos_adv", "tim/clipped_share_neg_adv"
+    }  # fmt: skip
+    assert less == {name: whole[name] for name in less}
+
+
+@pytest.mark.parametrize("bypass", [False, True])
+def test_blocks_merge_to_the_whole(monkeypatch, bypass):
+    generator = torch.Generator().manual_seed(3)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    old = -normal(6, 11).abs()
+    fields = {
+        "old_log_probs": old,
+        "rollout_log_probs": old + 0.3 * normal(6, 11),
+        "log_prob": old + 0.3 * normal(6, 11),
+        "advantages": normal(6, 1).expand(6, 11).clone(),
+        "response_mask": normal(6, 11) > -1,
+        "bypass": bypass,
+    }
+    fields["advantages"][0, :3] = torch.tensor([NAN, 0.0, INF])
+    fields["log_prob"][1, 2] = NAN
+    whole = mismatch_metrics(**fields)
+    assert min(whole["tim/clip_both"], whole["tim/clip_mismatch_only"], whole["tim/clip_masked_by_mismatch"]) > 0
+    monkeypatch.setattr("verl_tim.diagnosis.metrics.BLOCK", 4)
+    assert mismatch_metrics(**fields) == pytest.approx(whole, rel=1e-13)
+
+
+def test_the_loss_comes_later_and_more_than_once():
+    old, rollout = tensor([[-1.0, -2.0, -1.0]]), tensor([[-1.1, -2.0, -1.25]])
+    given_first = {"old_log_probs": old, "rollout_log_probs": rollout, "response_mask": torch.ones(1, 3)}
+    given_first["advantages"] = tensor([[1.0, -1.0, INF]])
+    batch = BatchMismatch.of(**given_first)
+    for later in ({}, {"log_prob": old - 0.25, "kept_mask": tensor([[1.0, 0.0, 1.0]]), "bypass": True}):
+        assert batch.with_loss(**later) == mismatch_metrics(**given_first, **later)
+    with pytest.raises(ValueError, match="log_prob has shape"):
+        batch.with_loss(log_prob=old[:, :2])
 
 
 # Input kinds ------------------------------------------------------------

@@ -160,3 +160,36 @@ def test_int16_routes_as_verl_ships_them():
         train_routes=routes.to(torch.uint8),
     )
     assert found["tim/router_flip_rate"] == 0.0
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64])
+@pytest.mark.parametrize("k", [1, 2, 3, 4, 6, 8])
+def test_equals_plain_sets(k, dtype):
+    generator = torch.Generator().manual_seed(k)
+    tokens, layers, experts = 40, 3, 11
+    rollout = torch.stack([torch.randperm(experts, generator=generator)[:k] for _ in range(tokens * layers)])
+    train = rollout.clone()
+    train[::3] = train[::3].flip(-1)  # another order
+    train[1::5, -1] = experts  # another expert
+    rollout, train = (x.reshape(2, tokens // 2, layers, k).to(dtype) for x in (rollout, train))
+    found = compare(rollout.tolist(), train.tolist())
+    typed = mismatch_metrics(
+        old_log_probs=torch.zeros(2, tokens // 2),
+        rollout_log_probs=torch.zeros(2, tokens // 2),
+        response_mask=torch.ones(2, tokens // 2),
+        rollout_routes=rollout,
+        train_routes=train,
+    )
+    assert typed == found
+    for layer in (None, *range(layers)):
+        where = slice(None) if layer is None else layer
+        pairs = list(
+            zip(rollout[:, :, where].reshape(-1, k).tolist(), train[:, :, where].reshape(-1, k).tolist(), strict=True)
+        )
+        suffix = "" if layer is None else f"/layer_{layer}"
+        flips = sum(set(a) != set(b) for a, b in pairs)
+        order = sum(a != b and set(a) == set(b) for a, b in pairs)
+        missing = sum(len(set(b) - set(a)) / k for a, b in pairs)
+        assert found[f"tim/router_flip_rate{suffix}"] == pytest.approx(flips / len(pairs), rel=1e-12)
+        assert found[f"tim/router_order_mismatch{suffix}"] == pytest.approx(order / len(pairs), rel=1e-12)
+        assert found[f"tim/router_expert_mismatch{suffix}"] == pytest.approx(missing / len(pairs), rel=1e-12)

@@ -76,6 +76,16 @@ def test_what_is_written_is_read_back(tmp_path):
     assert (metadata["format"], metadata["top_k"], metadata["model_path"]) == ("1", "2", "m")
 
 
+def test_log_probs_have_no_dictionary(tmp_path):
+    values = np.array([-1.0, -2.0, -3.0], np.float32)
+    routes = np.array([[0, 3], [1, 0], [0, 1]], np.int16)
+    path = write_step(tmp_path, 1, [sequence(old_log_prob_N=values, log_prob_N=values, routes_train_NJ=routes)])
+    group = pq.ParquetFile(path).metadata.row_group(0)
+    columns = [group.column(i) for i in range(group.num_columns)]
+    plain = {c.path_in_schema for c in columns if "RLE_DICTIONARY" not in c.encodings}
+    assert plain == {*LOG_PROBS, "kept"}
+
+
 def test_log_prob_bits_survive(tmp_path):
     values = np.frombuffer(np.random.default_rng(0).bytes(4 * 500), np.float32)
     values = np.where(np.isnan(values), np.float32(-0.0), values)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 
 import numpy as np
 import pytest
@@ -429,6 +430,74 @@ def test_assemble_puts_rows_back_and_keeps_the_first_epoch():
     assert seen.fresh_B.tolist() == [True, True, False, False]
     assert torch.equal(seen.kept_BT, valid)
     assert not bool(assemble([], 2, 3).seen_B.any())
+
+
+def test_a_row_that_stands_in_a_record_twice_counts_as_it_came_first():
+    values = np.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], np.float32)
+    values.setflags(write=False)
+    kept = np.array([[True, False], [True, True], [False, True]])
+    seen = assemble([LossRecord(np.array([2, 0, 2]), values, kept, 0, fresh=True)], rows=3, width=3)
+    assert seen.log_prob_BT[[2, 0], :2].tolist() == [[1.0, 2.0], [3.0, 4.0]]
+    assert bool(seen.log_prob_BT[:, 2].isnan().all())
+    assert bool(seen.log_prob_BT[1].isnan().all())
+    assert seen.kept_BT.tolist() == [[True, True, False], [False] * 3, [True, False, False]]
+    assert (seen.seen_B.tolist(), seen.fresh_B.tolist()) == ([True, False, True],) * 2
+
+
+@pytest.mark.parametrize("chunk", [1, 11, 1 << 17])
+def test_how_many_micro_batches_are_looked_at_together_changes_nothing(monkeypatch, chunk):
+    step_batch = batch()
+    moved = step_batch.old_log_probs_BT + 0.1 * torch.randn(4, 5, generator=torch.Generator().manual_seed(1))
+    whole = observer().after_update(7, step_batch, records(step_batch, moved))
+    monkeypatch.setattr("verl_tim.training.observer.LOSS_CHUNK", chunk)
+    found = observer().after_update(7, step_batch, records(step_batch, moved))
+    assert found == pytest.approx(whole, rel=1e-13)
+    assert found["tim/ppo_k2"] > 0
+
+
+def test_what_needs_no_loss_is_computed_while_the_workers_update(monkeypatch):
+    step_batch = batch()
+    step_batch.rollout_log_probs_BT += 0.25
+    threads, plain = [], StepObserver._mismatch
+
+    def watched(self, *args):
+        threads.append(threading.current_thread())
+        return plain(self, *args)
+
+    monkeypatch.setattr(StepObserver, "_mismatch", watched)
+    want = observer(gated=False).after_update(7, step_batch, records(step_batch))
+    made = observer(gated=False)
+    made.before_update(7, step_batch)
+    assert made.after_update(7, step_batch, records(step_batch)) == want
+    assert len(threads) == 2
+    assert threads[0] is threading.current_thread()
+    assert threads[1] is not threading.current_thread()
+    assert made.timing()["timing_s/tim_beside_workers"] > 0
+    # of another batch than the one that was looked at nothing is taken over
+    made.before_update(8, step_batch)
+    assert made.after_update(8, batch(), records(step_batch))["tim/delta_abs_max"] == 0
+
+
+def test_what_fails_while_the_workers_update_fails_the_step():
+    step_batch = batch(versions_B=torch.full((4,), 9))
+    made = observer()
+    made.before_update(7, step_batch)
+    with pytest.raises(ValueError, match="weight_versions holds version 9"):
+        made.after_update(7, step_batch, records(step_batch))
+
+
+def test_token_ids_may_be_arrays(tmp_path):
+    (tmp_path / "config.yaml").write_text("{}")
+    step_batch = batch(prompts=[np.array([1, 2])] * 4, responses=[np.arange(5 - row % 2) for row in range(4)])
+    made = observer(TimConfig(run_dir=str(tmp_path)))
+    made.before_update(7, step_batch)
+    made.after_update(7, step_batch, records(step_batch))
+    (first, *_) = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert (first["prompt"], first["response"]) == ("BC", "ABCDE")
+    assert read_dumps(tmp_path)["text"].to_pylist()[:5] == list("ABCDE")
+    flip_one_bit(step_batch.rollout_log_probs_BT, 2, 3)
+    with pytest.raises(MismatchError, match=r"has id 3 \('D'\)"):
+        observer().before_update(7, step_batch)
 
 
 def test_a_step_is_told_what_it_cost_and_the_next_one_begins_at_zero(monkeypatch):

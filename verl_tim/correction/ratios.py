@@ -48,8 +48,8 @@ def k2(log_r: Tensor) -> Tensor:
     return log_r.square() * 0.5
 
 
-def k3(log_r: Tensor) -> Tensor:
-    """r - 1 - log r, accurate near r = 1 and never negative.
+def k3(log_r: Tensor, excess: Tensor | None = None) -> Tensor:
+    """r - 1 - log r, accurate near r = 1 and never negative; `excess` is expm1 of the clamped log r where it is known.
 
     Only the exponential is clamped, not the linear term. Near 0 the plain formula cancels to noise in fp32 (at
     log r = 1e-4 the value is 5e-9, the rounding error of exp 6e-8), so a short series stands there. The clamp would
@@ -58,7 +58,7 @@ def k3(log_r: Tensor) -> Tensor:
     x, size = log_r, log_r.abs()
     # In place on tensors made here: these are the largest temporaries of the whole computation.
     series = (x * (1 / 720)).add_(1 / 120).mul_(x).add_(1 / 24).mul_(x).add_(1 / 6).mul_(x).add_(0.5).mul_(x).mul_(x)
-    direct = x.clamp(-SAFETY_LOG, SAFETY_LOG).expm1_().sub_(x)
+    direct = x.clamp(-SAFETY_LOG, SAFETY_LOG).expm1_().sub_(x) if excess is None else excess - x
     direct = torch.maximum(direct, size - 1)
     return torch.where(size < _SERIES_BELOW[x.dtype], series, direct)
 

@@ -66,12 +66,15 @@ class RatioSums:
         reference_log_probs = reference_log_probs.detach().to(log_prob.device)
         valid = as_mask(response_mask.to(log_prob.device)) & finite_fp32(log_prob) & finite_fp32(reference_log_probs)
         log_ratio_N = log_prob.detach()[valid].to(torch.float64) - reference_log_probs[valid].to(torch.float64)
+        return cls.over(log_ratio_N, ratio_minus_one(log_ratio_N))
+
+    @classmethod
+    def over(cls, log_ratio_N: Tensor, excess_N: Tensor) -> RatioSums:
+        """Sums over float64 log-ratios, all of them finite; `excess_N` is `ratio_minus_one` of them."""
         if log_ratio_N.numel() == 0:
             return cls()
-        sums = torch.stack(
-            [estimate(log_ratio_N).sum() for estimate in (k1, k2, k3)] + [log_ratio_N.abs().max()]
-        ).tolist()
-        return cls(log_ratio_N.numel(), *sums)
+        sums = [-log_ratio_N.sum(), k2(log_ratio_N).sum(), k3(log_ratio_N, excess_N).sum(), log_ratio_N.abs().max()]
+        return cls(log_ratio_N.numel(), *torch.stack(sums).tolist())
 
     def __add__(self, other: RatioSums) -> RatioSums:
         return RatioSums(
@@ -95,5 +98,10 @@ def trainer_self_delta(log_prob: Tensor, old_log_probs: Tensor, response_mask: T
     Both sides are the trainer's under the same weights, so anything above 0 is the trainer's own noise (other
     micro-batch shapes, say) and not rollout mismatch. Empty when no token is valid.
     """
-    sums = RatioSums.of(log_prob, old_log_probs, response_mask)
-    return {"tim/trainer_self_delta_max": sums.abs_max} if sums.tokens else {}
+    check_field("log_prob", log_prob, log_prob.shape, floating=True)
+    check_field("old_log_probs", old_log_probs, log_prob.shape, floating=True)
+    valid = as_mask(response_mask) & finite_fp32(log_prob) & finite_fp32(old_log_probs)
+    if not bool(valid.any()):
+        return {}
+    size = (log_prob.detach().to(torch.float64) - old_log_probs.detach().to(torch.float64)).abs_()
+    return {"tim/trainer_self_delta_max": float(size.masked_fill_(~valid, 0.0).max())}

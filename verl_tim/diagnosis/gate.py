@@ -12,8 +12,8 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from verl_tim.diagnosis.bits import ulp_distance
-from verl_tim.diagnosis.tokens import as_mask
+from verl_tim.diagnosis.bits import bit_patterns, ulp_distance
+from verl_tim.diagnosis.tokens import as_mask, finite_fp32
 
 SIDES = ("trainer", "rollout")
 LOG_PROBS = "log-probs"
@@ -155,34 +155,31 @@ def compare_bits(train_log_probs: Tensor, rollout_log_probs: Tensor, response_ma
                 f"response_mask has shape {tuple(response_mask.shape)}, log-probs have {tuple(train_log_probs.shape)}"
             )
         mask = torch.atleast_2d(as_mask(response_mask.to(device)))
-    where_N2 = mask.nonzero()
-    if where_N2.shape[0] == 0:
+    tokens = int(mask.count_nonzero())
+    if tokens == 0:
         raise GateError("nothing to compare: no token has mask 1; a gate that compared nothing shows nothing")
-    train_N, rollout_N = train[mask], rollout[mask]
-    for name, x_N in (("train_log_probs", train_N), ("rollout_log_probs", rollout_N)):
-        broken_N = ~torch.isfinite(x_N)
-        if bool(broken_N.any()):
-            at = int(broken_N.nonzero()[0])
-            row, token = where_N2[at].tolist()
+    for name, x in (("train_log_probs", train), ("rollout_log_probs", rollout)):
+        broken = mask & ~finite_fp32(x)
+        if bool(broken.any()):
+            row, token = broken.nonzero()[0].tolist()
             raise GateError(
-                f"{name} is {float(x_N[at])} at row {row}, token {token} "
-                f"({int(broken_N.sum()):,} of {x_N.numel():,} not finite): "
+                f"{name} is {float(x[row, token])} at row {row}, token {token} "
+                f"({int(broken.count_nonzero()):,} of {tokens:,} not finite): "
                 "a missing or broken log-prob cannot pass"
             )
-    ulp_N = ulp_distance(train_N, rollout_N)
-    differing_N = ulp_N > 0
-    differing = int(differing_N.sum())
-    first = None
-    if differing:
-        at = int(differing_N.nonzero()[0])
-        row, token = where_N2[at].tolist()
-        first = FirstDifference(row, token, float(train_N[at]), float(rollout_N[at]), int(ulp_N[at]))
+    differs = (bit_patterns(train) != bit_patterns(rollout)) & mask
+    if not bool(differs.any()):
+        return BitReport(tokens=tokens, differing=0, max_ulp=0, max_abs=0.0, first=None)
+    where_D2 = differs.nonzero()  # row by row
+    train_D, rollout_D = train[differs], rollout[differs]
+    ulp_D = ulp_distance(train_D, rollout_D)
+    row, token = where_D2[0].tolist()
     return BitReport(
-        tokens=train_N.numel(),
-        differing=differing,
-        max_ulp=int(ulp_N.max()),
-        max_abs=float((train_N.to(torch.float64) - rollout_N.to(torch.float64)).abs().max()),
-        first=first,
+        tokens=tokens,
+        differing=len(where_D2),
+        max_ulp=int(ulp_D.max()),
+        max_abs=float((train_D.to(torch.float64) - rollout_D.to(torch.float64)).abs().max()),
+        first=FirstDifference(row, token, float(train_D[0]), float(rollout_D[0]), int(ulp_D[0])),
     )
 
 

@@ -40,15 +40,17 @@ class LossRatioSums:
 
         `reference_log_probs`: log p_old under recomputation, log q under bypass.
         """
-        mask = as_mask(response_mask) & finite_fp32(advantages)
-        ratio = RatioSums.of(log_prob, reference_log_probs, mask)
-        use = mask & finite_fp32(log_prob) & finite_fp32(reference_log_probs)
-        excess_N = ratio_minus_one(log_prob[use].to(torch.float64) - reference_log_probs[use].to(torch.float64))
-        advantage_N = advantages[use]
-        positive_N, negative_N = advantage_N > 0, advantage_N < 0
+        use = (
+            as_mask(response_mask) & finite_fp32(advantages) & finite_fp32(log_prob) & finite_fp32(reference_log_probs)
+        )
+        if not bool(use.all()):
+            log_prob, reference_log_probs, advantages = log_prob[use], reference_log_probs[use], advantages[use]
+        log_ratio = log_prob.detach().to(torch.float64) - reference_log_probs.detach().to(torch.float64)
+        excess = ratio_minus_one(log_ratio)
+        positive, negative = advantages > 0, advantages < 0
         low, high = clip
-        counts = [positive_N, negative_N, positive_N & (excess_N > high), negative_N & (excess_N < -low)]
-        return cls(ratio, *(int(count.sum()) for count in counts))
+        counts = [positive, negative, positive & (excess > high), negative & (excess < -low)]
+        return cls(RatioSums.over(log_ratio, excess), *(int(count.count_nonzero()) for count in counts))
 
     def __add__(self, other: LossRatioSums) -> LossRatioSums:
         return LossRatioSums(

@@ -11,6 +11,7 @@ Statistics are exact on the given batch: a training step's is put together from 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from verl_tim.diagnosis.stats import (
     group_sums,
     pearson,
     population_std,
+    segment_sums,
     sorted_quantiles,
     spearman,
 )
@@ -31,6 +33,8 @@ from verl_tim.diagnosis.tokens import ValidTokens, as_mask, finite_fp32
 
 DELTA_THRESHOLDS = (0.01, 0.1, 0.5, 1.0)  # nats
 BINS = 10
+SIGNS = ("pos", "neg")
+BLOCK = 1 << 15  # tokens looked at together on a CPU: what is computed of them stays in its caches
 MAX_TURNS = 32  # later turns share one bin, so that no batch can flood a tracker with keys
 MAX_VERSION_LAG = 8  # likewise
 
@@ -54,6 +58,7 @@ def mismatch_metrics(
     current_version: int | None = None,
     num_experts: int | None = None,
     spearman_sample: int | None = None,
+    loss_ratio: bool = True,
 ) -> dict[str, float]:
     """Mismatch metrics of one batch, as plain floats under `tim/`.
 
@@ -76,6 +81,8 @@ def mismatch_metrics(
             metrics.
         num_experts: upper bound for expert ids.
         spearman_sample: of more tokens than that, `delta_adv_spearman` is that of so many, drawn with a fixed seed.
+        loss_ratio: False leaves out `ppo_k*` and `clipped_share_*`, for a caller that has them of every mini-batch
+            (`LossRatioSums`).
 
     Returns:
         name -> value, never NaN or infinite: what has no value in this batch is left out. With no valid token only
@@ -87,80 +94,166 @@ def mismatch_metrics(
         ValueError, TypeError: an argument that does not fit, by name. `RouteError` (a ValueError) for routes, with
             sample, layer and position.
     """
-    for name, value in (("clip_ratio_low", clip_ratio_low), ("clip_ratio_high", clip_ratio_high)):
+    _check_clip(clip_ratio_low, clip_ratio_high)
+    batch = BatchMismatch.of(
+        old_log_probs=old_log_probs,
+        rollout_log_probs=rollout_log_probs,
+        response_mask=response_mask,
+        advantages=advantages,
+        rollout_top1=rollout_top1,
+        train_top1=train_top1,
+        rollout_routes=rollout_routes,
+        train_routes=train_routes,
+        weight_versions=weight_versions,
+        current_version=current_version,
+        num_experts=num_experts,
+        spearman_sample=spearman_sample,
+    )
+    return batch.with_loss(
+        log_prob=log_prob,
+        clip_ratio_low=clip_ratio_low,
+        clip_ratio_high=clip_ratio_high,
+        bypass=bypass,
+        kept_mask=kept_mask,
+        loss_ratio=loss_ratio,
+    )
+
+
+@dataclass(frozen=True)
+class BatchMismatch:
+    """The metrics of `mismatch_metrics` that need nothing of the loss, and what the others are computed from.
+
+    Attributes:
+        found: the metrics.
+        tokens: the batch's valid tokens.
+        advantage_N: float64; None where none were given.
+        finite_N: bool, tokens whose advantage is finite; None likewise.
+    """
+
+    found: dict[str, float]
+    tokens: ValidTokens
+    advantage_N: Tensor | None
+    finite_N: Tensor | None
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        old_log_probs: Tensor,
+        rollout_log_probs: Tensor,
+        response_mask: Tensor,
+        advantages: Tensor | None = None,
+        rollout_top1: Tensor | None = None,
+        train_top1: Tensor | None = None,
+        rollout_routes: Tensor | None = None,
+        train_routes: Tensor | None = None,
+        weight_versions: Tensor | None = None,
+        current_version: int | None = None,
+        num_experts: int | None = None,
+        spearman_sample: int | None = None,
+    ) -> BatchMismatch:
+        """Arguments and errors as in `mismatch_metrics`."""
+        if (rollout_routes is None) != (train_routes is None):
+            missing = "rollout_routes" if rollout_routes is None else "train_routes"
+            raise ValueError(
+                f"{missing} is missing: routes recorded on one side only cannot be compared; record both or neither"
+            )
+        if rollout_top1 is not None and train_top1 is None:
+            raise ValueError(
+                "train_top1 is missing: the rollout's top-1 ids were given and need the trainer's beside them"
+            )
+        if (weight_versions is None) != (current_version is None):
+            raise ValueError("weight_versions and current_version belong together: give both or neither")
+
+        tokens = ValidTokens.select(old_log_probs, rollout_log_probs, response_mask)
+        sink = MetricSink(tokens.delta_N.device)
+        sink.put("valid_tokens", tokens.count)
+        sink.put("missing_tokens", tokens.missing)
+
+        # Checked before the early return, so that a wrong argument is not hidden by an empty batch.
+        advantage_N = None if advantages is None else tokens.gather("advantages", advantages, floating=True)
+        top1 = None
+        if rollout_top1 is not None and train_top1 is not None:
+            top1 = tuple(
+                tokens.gather(name, ids, floating=False)
+                for name, ids in (("rollout_top1", rollout_top1), ("train_top1", train_top1))
+            )
+        version_N = None
+        if weight_versions is not None:
+            version_N = tokens.gather("weight_versions", weight_versions, floating=False)
+        if rollout_routes is not None and train_routes is not None:
+            put_route_metrics(sink, tokens, rollout_routes, train_routes, num_experts)
+        if tokens.count == 0:
+            return cls(sink.finish(), tokens, None, None)
+
+        size_N, excess_N = tokens.delta_N.abs(), ratio_minus_one(tokens.delta_N)
+        _put_delta(sink, tokens, size_N, excess_N)
+        _put_sequences(sink, tokens, _put_bins(sink, tokens, size_N))
+        _put_estimators(sink, tokens, excess_N)
+        if top1 is not None:
+            _put_top1(sink, *top1)
+        if version_N is not None and current_version is not None:
+            _put_staleness(sink, tokens, size_N, version_N, current_version)
+        finite_N = None
+        if advantage_N is not None:
+            finite_N = finite_fp32(advantage_N)
+            advantage_N = advantage_N.to(torch.float64)
+            sink.put("nonfinite_advantage_tokens", len(finite_N) - finite_N.count_nonzero())
+            _put_by_advantage(sink, *_selected(finite_N, tokens.delta_N, advantage_N), spearman_sample=spearman_sample)
+        return cls(sink.finish(), tokens, advantage_N, finite_N)
+
+    def with_loss(
+        self,
+        *,
+        log_prob: Tensor | None = None,
+        clip_ratio_low: float = 0.2,
+        clip_ratio_high: float = 0.2,
+        bypass: bool = False,
+        kept_mask: Tensor | None = None,
+        loss_ratio: bool = True,
+    ) -> dict[str, float]:
+        """All metrics of `mismatch_metrics`; arguments and errors as there."""
+        _check_clip(clip_ratio_low, clip_ratio_high)
+        tokens = self.tokens
+        log_prob_N = None if log_prob is None else tokens.gather("log_prob", log_prob, floating=True)
+        kept_N = None
+        if kept_mask is not None:
+            kept_N = tokens.gather("kept_mask", as_mask(kept_mask, "kept_mask").to(torch.uint8), floating=False).bool()
+        if tokens.count == 0:
+            return dict(self.found)
+
+        sink = MetricSink(tokens.delta_N.device)
+        # log p falls back to log p_old for contributions and clipping; a token whose log p is not finite leaves both.
+        log_p_N = tokens.old_N if log_prob_N is None else log_prob_N
+        usable_N = finite_fp32(log_p_N)
+        if log_prob_N is not None:
+            sink.put("nonfinite_log_prob_tokens", len(usable_N) - usable_N.count_nonzero())
+        if log_prob_N is not None and loss_ratio:
+            reference_N = tokens.rollout_N if bypass else tokens.old_N
+            (loss_log_ratio_N,) = _selected(usable_N, log_p_N.to(torch.float64) - reference_N)
+            for name, estimate in (("ppo_k1", k1), ("ppo_k2", k2), ("ppo_k3", k3)):
+                sink.put_mean(name, estimate(loss_log_ratio_N))
+        if self.advantage_N is not None and self.finite_N is not None:
+            if kept_N is not None:
+                _put_shares_by_sign(sink, "rejected_share", *_selected(self.finite_N, ~kept_N, self.advantage_N))
+            advantage_N, log_p_N, old_N, rollout_N = _selected(
+                usable_N & self.finite_N, self.advantage_N, log_p_N, tokens.old_N, tokens.rollout_N
+            )
+            _put_objective(
+                sink,
+                advantage_N=advantage_N,
+                log_p_N=log_p_N,
+                references={"train": old_N, "rollout": rollout_N},
+                clip=(clip_ratio_low, clip_ratio_high),
+                loss_uses=None if log_prob_N is None or not loss_ratio else ("rollout" if bypass else "train"),
+            )
+        return self.found | sink.finish()
+
+
+def _check_clip(low: float, high: float) -> None:
+    for name, value in (("clip_ratio_low", low), ("clip_ratio_high", high)):
         if not (math.isfinite(value) and value >= 0):
             raise ValueError(f"{name} must be a finite number >= 0, got {value}")
-    if (rollout_routes is None) != (train_routes is None):
-        missing = "rollout_routes" if rollout_routes is None else "train_routes"
-        raise ValueError(
-            f"{missing} is missing: routes recorded on one side only cannot be compared; record both or neither"
-        )
-    if rollout_top1 is not None and train_top1 is None:
-        raise ValueError("train_top1 is missing: the rollout's top-1 ids were given and need the trainer's beside them")
-    if (weight_versions is None) != (current_version is None):
-        raise ValueError("weight_versions and current_version belong together: give both or neither")
-
-    tokens = ValidTokens.select(old_log_probs, rollout_log_probs, response_mask)
-    sink = MetricSink(tokens.delta_N.device)
-    sink.put("valid_tokens", tokens.count)
-    sink.put("missing_tokens", tokens.missing)
-
-    # Checked before the early return, so that a wrong argument is not hidden by an empty batch.
-    advantage_N = (
-        None if advantages is None else tokens.gather("advantages", advantages, floating=True).to(torch.float64)
-    )
-    log_prob_N = None if log_prob is None else tokens.gather("log_prob", log_prob, floating=True).to(torch.float64)
-    kept_N = None
-    if kept_mask is not None:
-        kept_N = tokens.gather("kept_mask", as_mask(kept_mask, "kept_mask").to(torch.uint8), floating=False).bool()
-    top1 = None
-    if rollout_top1 is not None and train_top1 is not None:
-        top1 = tuple(
-            tokens.gather(name, ids, floating=False)
-            for name, ids in (("rollout_top1", rollout_top1), ("train_top1", train_top1))
-        )
-    version_N = None if weight_versions is None else tokens.gather("weight_versions", weight_versions, floating=False)
-    if rollout_routes is not None and train_routes is not None:
-        put_route_metrics(sink, tokens, rollout_routes, train_routes, num_experts)
-    if tokens.count == 0:
-        return sink.finish()
-
-    _put_delta(sink, tokens)
-    _put_sequences(sink, tokens)
-    _put_bins(sink, tokens)
-    _put_estimators(sink, tokens)
-    if top1 is not None:
-        _put_top1(sink, *top1)
-    if version_N is not None and current_version is not None:
-        _put_staleness(sink, tokens, version_N, current_version)
-
-    # log p falls back to log p_old for contributions and clipping; a token whose log p is not finite leaves both.
-    log_p_N = tokens.old_N if log_prob_N is None else log_prob_N
-    usable_N = finite_fp32(log_p_N)
-    if log_prob_N is not None:
-        sink.put("nonfinite_log_prob_tokens", (~usable_N).sum())
-        (loss_log_ratio_N,) = _selected(usable_N, log_p_N - (tokens.rollout_N if bypass else tokens.old_N))
-        for name, estimate in (("ppo_k1", k1), ("ppo_k2", k2), ("ppo_k3", k3)):
-            sink.put_mean(name, estimate(loss_log_ratio_N))
-    if advantage_N is not None:
-        finite_N = finite_fp32(advantage_N)
-        sink.put("nonfinite_advantage_tokens", (~finite_N).sum())
-        _put_by_advantage(sink, *_selected(finite_N, tokens.delta_N, advantage_N), spearman_sample=spearman_sample)
-        if kept_N is not None:
-            _put_shares_by_sign(sink, "rejected_share", *_selected(finite_N, ~kept_N, advantage_N))
-        usable_N = usable_N & finite_N
-        signed_N, train_N, rollout_N = _selected(
-            usable_N, advantage_N, log_p_N - tokens.old_N, log_p_N - tokens.rollout_N
-        )
-        _put_objective(
-            sink,
-            advantage_N=signed_N,
-            log_train_N=train_N,
-            log_rollout_N=rollout_N,
-            clip=(clip_ratio_low, clip_ratio_high),
-            loss_uses=None if log_prob_N is None else ("rollout" if bypass else "train"),
-        )
-    return sink.finish()
 
 
 def _selected(select_N: Tensor, *values_N: Tensor) -> tuple[Tensor, ...]:
@@ -192,10 +285,9 @@ def choice_metrics(
     return sink.finish()
 
 
-def _put_delta(sink: MetricSink, tokens: ValidTokens) -> None:
-    """Size of d, token by token."""
+def _put_delta(sink: MetricSink, tokens: ValidTokens, size_N: Tensor, excess_N: Tensor) -> None:
+    """Size of d, token by token; `size_N` is |d|, `excess_N` exp(d) - 1."""
     delta_N = tokens.delta_N
-    size_N = delta_N.abs()
     sorted_N = ascending(size_N)
     sink.put_mean("delta_abs_mean", size_N)
     for name, value in zip(("p50", "p95", "p99"), sorted_quantiles(sorted_N, (0.5, 0.95, 0.99)), strict=True):
@@ -203,25 +295,27 @@ def _put_delta(sink: MetricSink, tokens: ValidTokens) -> None:
     sink.put("delta_abs_max", sorted_N[-1])
     sink.put_mean("delta_mean", delta_N)
     sink.put("delta_std", population_std(delta_N))
-    for threshold in DELTA_THRESHOLDS:
-        sink.put_mean(f"delta_gt_{threshold:g}", size_N > threshold)
-    ratio_N = ascending(ratio_minus_one(delta_N))
+    # the sorted sizes tell how many are larger
+    bounds = sorted_N.new_tensor((*DELTA_THRESHOLDS, LOG_RATIO_BOUND))
+    larger = (len(sorted_N) - torch.searchsorted(sorted_N, bounds, right=True)).to(torch.float64)
+    for threshold, count in zip(DELTA_THRESHOLDS, larger, strict=False):
+        sink.put(f"delta_gt_{threshold:g}", count / len(sorted_N))
+    ratio_N = ascending(excess_N)
     for name, value in zip(("p01", "p50", "p99"), sorted_quantiles(ratio_N, (0.01, 0.5, 0.99)), strict=True):
         sink.put(f"ratio_{name}", value + 1.0)
     sink.put_mean("exact_fraction", tokens.exact_N)
-    sink.put("clamped_tokens", (size_N > LOG_RATIO_BOUND).sum())
+    sink.put("clamped_tokens", larger[-1])
 
 
 def _row_sums(tokens: ValidTokens, values_N: Tensor) -> Tensor:
     """Sums over the valid tokens of each row that has one: (rows with a valid token,)."""
-    counts_B = group_counts(tokens.row_N, tokens.shape[0])
-    return group_sums(tokens.row_N, values_N, tokens.shape[0])[counts_B > 0]
+    return segment_sums(values_N, tokens.count_B[tokens.count_B > 0])
 
 
-def _put_sequences(sink: MetricSink, tokens: ValidTokens) -> None:
-    """What accumulates over a sequence, and how much of it cancels."""
+def _put_sequences(sink: MetricSink, tokens: ValidTokens, travelled_B: Tensor) -> None:
+    """What accumulates over a sequence, and how much of it cancels; `travelled_B` is the sum of |d| over each row."""
     accumulated_R = _row_sums(tokens, tokens.delta_N).abs()
-    travelled_R = _row_sums(tokens, tokens.delta_N.abs())
+    travelled_R = travelled_B[tokens.count_B > 0]
     sorted_R = ascending(accumulated_R)
     sink.put_mean("seq_delta_sum_abs_mean", accumulated_R)
     sink.put("seq_delta_sum_p95", sorted_quantiles(sorted_R, (0.95,))[0])
@@ -231,43 +325,56 @@ def _put_sequences(sink: MetricSink, tokens: ValidTokens) -> None:
     sink.put("clamped_sequences", (accumulated_R > LOG_RATIO_BOUND).sum())
 
 
-def _put_bins(sink: MetricSink, tokens: ValidTokens) -> None:
-    """Mean |d| by place in the row, by length of the row and by turn."""
-    size_N = tokens.delta_N.abs()
+def _put_bins(sink: MetricSink, tokens: ValidTokens, size_N: Tensor) -> Tensor:
+    """Mean |d| by place in the row, by length of the row and by turn. Returns the sum over each row: (B,)."""
     bin_names = [str(i) for i in range(BINS)]
 
-    long_N = tokens.length_N >= BINS
-    place_N = (tokens.rank_N * BINS // tokens.length_N)[long_N]
-    sink.put_bins(
-        "delta_abs_mean_by_position", bin_names, group_sums(place_N, size_N[long_N], BINS), group_counts(place_N, BINS)
-    )
+    counts_BG = _tenths(tokens)
+    sums_BG = segment_sums(size_N, counts_BG.reshape(-1)).reshape(counts_BG.shape)
+    sums_B = sums_BG.sum(1)
+    long_B = tokens.length_B >= BINS
+    sink.put_bins("delta_abs_mean_by_position", bin_names, sums_BG[long_B].sum(0), counts_BG[long_B].sum(0))
     # Tenths of the width, half-open; a row that fills the width belongs to the last.
-    length_N = (tokens.length_N * BINS // tokens.shape[1]).clamp_max(BINS - 1)
+    length_B = (tokens.length_B * BINS // tokens.shape[1]).clamp_max(BINS - 1)
     sink.put_bins(
-        "delta_abs_mean_by_length", bin_names, group_sums(length_N, size_N, BINS), group_counts(length_N, BINS)
+        "delta_abs_mean_by_length",
+        bin_names,
+        group_sums(length_B, sums_B, BINS),
+        group_sums(length_B, tokens.count_B, BINS),
     )
 
-    turns = int(tokens.turn_N.max())
-    if turns > 1:
+    if tokens.turns > 1 and (turns := int(tokens.turn_N.max())) > 1:
         turn_N = tokens.turn_N.clamp_max(MAX_TURNS + 1) - 1
         names = [str(i + 1) for i in range(min(turns, MAX_TURNS))] + [f"{MAX_TURNS + 1}_up"] * (turns > MAX_TURNS)
         sink.put_bins(
             "delta_abs_mean_by_turn", names, group_sums(turn_N, size_N, len(names)), group_counts(turn_N, len(names))
         )
+    return sums_B
 
 
-def _put_estimators(sink: MetricSink, tokens: ValidTokens) -> None:
+def _tenths(tokens: ValidTokens) -> Tensor:
+    """Valid tokens in each tenth of a row's tokens: int64 (B, BINS). They follow each other in the order of tokens."""
+    rows, device = tokens.shape[0], tokens.count_B.device
+    if tokens.missing:
+        place_N = tokens.rank_N * BINS // tokens.length_B.repeat_interleave(tokens.count_B, output_size=tokens.count)
+        return group_counts(tokens.row_N * BINS + place_N, rows * BINS).reshape(rows, BINS)
+    # Tenth k begins at the first rank with rank * BINS >= k * length.
+    starts_BK = (tokens.length_B.unsqueeze(1) * torch.arange(BINS + 1, device=device) + BINS - 1) // BINS
+    return starts_BK.diff(dim=1)
+
+
+def _put_estimators(sink: MetricSink, tokens: ValidTokens, excess_N: Tensor) -> None:
     """K1, K2, K3 and chi-square of r_corr: means over tokens, and over rows of a row's sum (`_seq`) or mean."""
     delta_N = tokens.delta_N
-    k1_N, k3_N = k1(delta_N), k3(delta_N)
-    sink.put_mean("k1", k1_N)
+    k3_N = k3(delta_N, excess_N)
+    sink.put("k1", -delta_N.sum() / tokens.count)
     sink.put_mean("k2", k2(delta_N))
     sink.put_mean("k3", k3_N)
-    sink.put_mean("chi2_token", chi_square(delta_N))
-    sink.put_mean("chi2_seq", chi_square(_row_sums(tokens, delta_N)))
-    tokens_R = _row_sums(tokens, torch.ones_like(delta_N))
-    for name, values_N in (("k1", k1_N), ("k3", k3_N)):
-        sums_R = _row_sums(tokens, values_N)
+    sink.put_mean("chi2_token", excess_N * (excess_N + 2.0))  # r^2 - 1
+    delta_R = _row_sums(tokens, delta_N)
+    sink.put_mean("chi2_seq", chi_square(delta_R))
+    tokens_R = tokens.count_B[tokens.count_B > 0]
+    for name, sums_R in (("k1", -delta_R), ("k3", _row_sums(tokens, k3_N))):
         sink.put_mean(f"{name}_seq", sums_R)
         sink.put_mean(f"{name}_seq_mean", sums_R / tokens_R)
 
@@ -282,25 +389,34 @@ def _put_top1(sink: MetricSink, rollout_N: Tensor, train_N: Tensor) -> None:
     sink.put_mean("top1_flip_rate", rollout_N != train_N, recorded_N)
 
 
-def _put_staleness(sink: MetricSink, tokens: ValidTokens, version_N: Tensor, current_version: int) -> None:
+def _put_staleness(
+    sink: MetricSink, tokens: ValidTokens, size_N: Tensor, version_N: Tensor, current_version: int
+) -> None:
     """Age of the weights each token was drawn under, in versions."""
     lag_N = current_version - version_N.to(torch.int64)
-    if bool((lag_N < 0).any()):
+    low, high = lag_N.aminmax()
+    if bool(low < 0):
         newest = int(version_N.max())
         raise ValueError(f"weight_versions holds version {newest}, newer than current_version {current_version}")
-    sink.put_mean("staleness_mean", lag_N)
-    sink.put("staleness_max", lag_N.max())
-    rows = tokens.shape[0]
-    low_B = torch.full((rows,), torch.iinfo(torch.int64).max, device=lag_N.device)
-    low_B.scatter_reduce_(0, tokens.row_N, lag_N, "amin")
-    high_B = torch.full((rows,), -1, device=lag_N.device).scatter_reduce_(0, tokens.row_N, lag_N, "amax")
-    sink.put("mixed_version_rows", (high_B > low_B).sum())
-    lag_N = lag_N.clamp_max(MAX_VERSION_LAG)
     names = [str(i) for i in range(MAX_VERSION_LAG)] + [f"{MAX_VERSION_LAG}_up"]
-    size_N = tokens.delta_N.abs()
-    sink.put_bins(
-        "delta_abs_mean_by_version_lag", names, group_sums(lag_N, size_N, len(names)), group_counts(lag_N, len(names))
-    )
+    mixed = torch.zeros((), dtype=torch.int64, device=lag_N.device)
+    if bool(low == high):  # one version throughout, as in every synchronous step
+        counts_G = torch.zeros(len(names), dtype=torch.int64, device=lag_N.device)
+        sums_G = torch.zeros(len(names), dtype=size_N.dtype, device=lag_N.device)
+        counts_G[int(low.clamp_max(MAX_VERSION_LAG))] = tokens.count
+        sums_G[int(low.clamp_max(MAX_VERSION_LAG))] = size_N.sum()
+    else:
+        rows = tokens.shape[0]
+        low_B = torch.full((rows,), torch.iinfo(torch.int64).max, device=lag_N.device)
+        low_B.scatter_reduce_(0, tokens.row_N, lag_N, "amin")
+        high_B = torch.full((rows,), -1, device=lag_N.device).scatter_reduce_(0, tokens.row_N, lag_N, "amax")
+        mixed = (high_B > low_B).sum()
+        capped_N = lag_N.clamp_max(MAX_VERSION_LAG)
+        sums_G, counts_G = group_sums(capped_N, size_N, len(names)), group_counts(capped_N, len(names))
+    sink.put_mean("staleness_mean", lag_N)
+    sink.put("staleness_max", high)
+    sink.put("mixed_version_rows", mixed)
+    sink.put_bins("delta_abs_mean_by_version_lag", names, sums_G, counts_G)
 
 
 def _put_by_advantage(sink: MetricSink, delta_N: Tensor, advantage_N: Tensor, *, spearman_sample: int | None) -> None:
@@ -309,10 +425,21 @@ def _put_by_advantage(sink: MetricSink, delta_N: Tensor, advantage_N: Tensor, *,
     for name, correlation in (("pearson", pearson(delta_N, advantage_N)), ("spearman", ranked)):
         if correlation is not None:
             sink.put(f"delta_adv_{name}", correlation)
-    for name, sign_N in (("pos", advantage_N > 0), ("zero", advantage_N == 0), ("neg", advantage_N < 0)):
-        sink.put_mean(f"token_share_{name}_adv", sign_N)
-        if name != "zero":
-            sink.put_mean(f"delta_mean_{name}_adv", delta_N, sign_N)
+    count, sides = len(advantage_N), _sides(advantage_N)
+    totals = {name: sign_N.sum() for name, sign_N in sides.items()}
+    shares = {"pos": totals["pos"], "zero": count - totals["pos"] - totals["neg"], "neg": totals["neg"]}
+    for name, total in shares.items():
+        if count:
+            sink.put(f"token_share_{name}_adv", total / count)
+        if name in sides:
+            sink.put(f"delta_mean_{name}_adv", (delta_N * sides[name]).sum() / total.clamp_min(1), total)
+
+
+def _sides(advantage_N: Tensor) -> dict[str, Tensor]:
+    """1.0 where a finite advantage is above ("pos") or below ("neg") zero, else 0.0. To be multiplied with, which is
+    faster than to select."""
+    sign_N = advantage_N.sign()
+    return {"pos": sign_N.clamp_min(0.0), "neg": sign_N.neg_().clamp_min_(0.0)}
 
 
 def _put_shares_by_sign(sink: MetricSink, stem: str, hit_N: Tensor, advantage_N: Tensor) -> None:
@@ -324,28 +451,59 @@ def _put_objective(
     sink: MetricSink,
     *,
     advantage_N: Tensor,
-    log_train_N: Tensor,
-    log_rollout_N: Tensor,
+    log_p_N: Tensor,
+    references: dict[str, Tensor],
     clip: tuple[float, float],
     loss_uses: str | None,
 ) -> None:
-    """Loss contributions C(r) = -(r - 1) A by sign of A, and which tokens PPO's clip binds for, under both ratios."""
+    """Loss contributions C(r) = -(r - 1) A by sign of A, and which tokens PPO's clip binds for, under both ratios.
+
+    `references`: log p_old for the ratio "train", log q for "rollout"; float64, as the advantage.
+    """
+    count = len(advantage_N)
+    if not count:
+        return
     low, high = clip
-    clipped: dict[str, Tensor] = {}
-    contributions: dict[str, list[Tensor]] = {}
-    signs = {"pos": advantage_N > 0, "neg": advantage_N < 0}
-    for side, log_ratio_N in (("train", log_train_N), ("rollout", log_rollout_N)):
-        excess_N = ratio_minus_one(log_ratio_N)
-        contribution_N = -excess_N * advantage_N
-        contributions[side] = [contribution_N[sign_N] for sign_N in signs.values()]
-        for sign, values_N in zip(signs, contributions[side], strict=True):
-            sink.put_mean(f"contribution_{sign}_{side}", values_N)
-        clipped[side] = (signs["pos"] & (excess_N > high)) | (signs["neg"] & (excess_N < -low))
-    if all(values_N.numel() for values_N in contributions["train"]):
-        train, rollout = (sum(values_N.mean() for values_N in contributions[side]) for side in ("train", "rollout"))
-        sink.put("contribution_skew", rollout - train)
-    sink.put_mean("clip_mismatch_only", clipped["rollout"] & ~clipped["train"])
-    sink.put_mean("clip_masked_by_mismatch", clipped["train"] & ~clipped["rollout"])
-    sink.put_mean("clip_both", clipped["train"] & clipped["rollout"])
+    totals_S = torch.zeros(2, dtype=torch.int64, device=advantage_N.device)  # tokens by sign: above 0, below
+    sums = {side: torch.zeros(2, dtype=torch.float64, device=advantage_N.device) for side in references}
+    only_rollout, only_train, both = torch.zeros(3, dtype=torch.int64, device=advantage_N.device)
+    clipped_S = torch.zeros_like(totals_S)  # under the ratio that the loss used
+    block = BLOCK if advantage_N.device.type == "cpu" else count
+    for start in range(0, count, block):
+        at = slice(start, start + block)
+        advantage, log_p = advantage_N[at], log_p_N[at].to(torch.float64)
+        signs = advantage > 0, advantage < 0
+        signed = advantage.clamp_min(0.0), advantage.clamp_max(0.0)
+        totals_S += _counts(*signs)
+        clipped: dict[str, Tensor] = {}
+        for side, reference_N in references.items():
+            excess = ratio_minus_one(log_p - reference_N[at])
+            sums[side] -= torch.stack([(excess * values).sum() for values in signed])
+            clipped[side] = (signs[0] & (excess > high)) | (signs[1] & (excess < -low))
+        train, rollout = clipped["train"], clipped["rollout"]
+        only_rollout += (rollout & ~train).count_nonzero()
+        only_train += (train & ~rollout).count_nonzero()
+        both += (train & rollout).count_nonzero()
+        if loss_uses is not None:
+            clipped_S += _counts(*(clipped[loss_uses] & sign for sign in signs))
+    means = {side: sums_S / totals_S.clamp_min(1) for side, sums_S in sums.items()}
+    for side, means_S in means.items():
+        for sign, mean, total in zip(SIGNS, means_S, totals_S, strict=True):
+            sink.put(f"contribution_{sign}_{side}", mean, total)
+    if bool((totals_S > 0).all()):
+        sink.put("contribution_skew", means["rollout"].sum() - means["train"].sum())
+    for name, found in (
+        ("clip_mismatch_only", only_rollout),
+        ("clip_masked_by_mismatch", only_train),
+        ("clip_both", both),
+    ):
+        sink.put(name, found.to(torch.float64) / count)
     if loss_uses is not None:
-        _put_shares_by_sign(sink, "clipped_share", clipped[loss_uses], advantage_N)
+        shares_S = clipped_S.to(torch.float64) / totals_S.clamp_min(1)
+        for sign, share, total in zip(SIGNS, shares_S, totals_S, strict=True):
+            sink.put(f"clipped_share_{sign}_adv", share, total)
+
+
+def _counts(*masks: Tensor) -> Tensor:
+    """int64, one for each."""
+    return torch.stack([mask.count_nonzero() for mask in masks])

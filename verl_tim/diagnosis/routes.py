@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from verl_tim.diagnosis.sink import MetricSink
+from verl_tim.diagnosis.stats import group_sums
 from verl_tim.diagnosis.tokens import ValidTokens
 
 UNRECORDED = -1
@@ -61,20 +62,28 @@ def put_route_metrics(
             rollout_ids, train_ids = rollout_NLK[at, layer].tolist(), train_NLK[at, layer].tolist()
             raise RouteError(f"{name}: {what} at {place} (rollout {rollout_ids}, trainer {train_ids})")
 
-    recorded, sorted_ids = {}, {}
-    for name, routes_NLK in (("rollout_routes", rollout_NLK), ("train_routes", train_NLK)):
-        blank_NLK = routes_NLK == UNRECORDED
-        refuse_where(blank_NLK.any(-1) & ~blank_NLK.all(-1), name, "some of the k experts are -1, the others not")
-        refuse_where((routes_NLK < UNRECORDED).any(-1), name, "expert id out of range (below -1)")
+    differs_NL = ~_same_ids(rollout_NLK, train_NLK)
+    sorted_ids = {"rollout_routes": rollout_NLK.sort(-1).values}
+    sorted_ids["train_routes"] = sorted_ids["rollout_routes"]
+    if bool(differs_NL.any()):  # few do, and sorting takes long
+        sorted_ids["train_routes"] = sorted_ids["rollout_routes"].clone()
+        sorted_ids["train_routes"][differs_NL] = train_NLK[differs_NL].sort(-1).values
+    recorded = {}
+    for name, sorted_NLK in sorted_ids.items():
+        least_NL, most_NL = sorted_NLK[..., 0], sorted_NLK[..., -1]
+        refuse_where(
+            (least_NL == UNRECORDED) & (most_NL > UNRECORDED), name, "some of the k experts are -1, the others not"
+        )
+        refuse_where(least_NL < UNRECORDED, name, "expert id out of range (below -1)")
         if num_experts is not None:
-            refuse_where(
-                (routes_NLK >= num_experts).any(-1), name, f"expert id out of range (num_experts is {num_experts})"
-            )
-        recorded[name] = ~blank_NLK.all(-1)
-        sorted_ids[name] = sorted_NLK = routes_NLK.sort(-1).values
-        if routes_NLK.shape[-1] > 1:
-            twice_NL = (sorted_NLK[..., 1:] == sorted_NLK[..., :-1]).any(-1) & recorded[name]
-            zero_NL = (routes_NLK == 0).all(-1)
+            refuse_where(most_NL >= num_experts, name, f"expert id out of range (num_experts is {num_experts})")
+        recorded[name] = most_NL > UNRECORDED
+        if sorted_NLK.shape[-1] > 1:
+            twice_NL = torch.zeros_like(differs_NL)
+            for place in range(1, sorted_NLK.shape[-1]):
+                twice_NL |= sorted_NLK[..., place] == sorted_NLK[..., place - 1]
+            twice_NL &= recorded[name]
+            zero_NL = (least_NL == 0) & (most_NL == 0)
             refuse_where(zero_NL & twice_NL, name, "all-zero layer: padding, not routes; unrecorded places must be -1")
             refuse_where(twice_NL, name, "an expert id occurs twice in one token")
     rollout_NL, train_NL = recorded["rollout_routes"], recorded["train_routes"]
@@ -102,20 +111,33 @@ def put_route_metrics(
                 padded_BL[tokens.row_N], name, "all-zero layer: padding, not routes; unrecorded places must be -1"
             )
 
-    same_set_NL = (sorted_ids["rollout_routes"] == sorted_ids["train_routes"]).all(-1)
-    same_order_NL = (rollout_NLK == train_NLK).all(-1)
-    found_NLK = torch.zeros_like(train_NLK, dtype=torch.bool)
-    for place in range(train_NLK.shape[-1]):
-        found_NLK |= train_NLK == rollout_NLK[..., place : place + 1]
+    # sums over the D pairs that differ; in all others nothing is to be counted
+    rollout_DK, train_DK = rollout_NLK[differs_NL], train_NLK[differs_NL]
+    layer_D = torch.arange(layers, device=valid_BT.device).expand(differs_NL.shape)[differs_NL]
+    found_DK = torch.zeros_like(train_DK, dtype=torch.bool)
+    for place in range(train_DK.shape[-1]):
+        found_DK |= train_DK == rollout_DK[:, place : place + 1]
+    flipped_D = ~found_DK.all(1)  # an id stands in a token once, so that this compares sets
     per_pair = {
-        "router_flip_rate": ~same_set_NL,
-        "router_expert_mismatch": (~found_NLK).to(torch.float64).mean(-1),
-        "router_order_mismatch": same_set_NL & ~same_order_NL,
+        "router_flip_rate": flipped_D,
+        "router_expert_mismatch": (~found_DK).to(torch.float64).mean(1),
+        "router_order_mismatch": ~flipped_D,
     }
     count_L = both_NL.sum(0)
-    sink.put("router_compared", both_NL.sum())
-    sink.put("router_unrecorded", (~both_NL).sum())
-    for name, value_NL in per_pair.items():
-        sum_L = torch.where(both_NL, value_NL.to(torch.float64), 0.0).sum(0)
+    sink.put("router_compared", count_L.sum())
+    sink.put("router_unrecorded", both_NL.numel() - count_L.sum())
+    for name, value_D in per_pair.items():
+        sum_L = group_sums(layer_D, value_D.to(torch.float64), layers)
         sink.put(name, sum_L.sum() / count_L.sum().clamp_min(1), count_L.sum())
         sink.put_bins(f"{name}/layer", [str(layer) for layer in range(layers)], sum_L, count_L)
+
+
+def _same_ids(a_NLK: Tensor, b_NLK: Tensor) -> Tensor:
+    """bool (N, L): all k ids agree, place by place. Compared in words as wide as they divide into."""
+    size = a_NLK.shape[-1] * a_NLK.element_size()
+    words = next(dtype for dtype in (torch.int64, torch.int32, torch.int16) if size % dtype.itemsize == 0)
+    same = a_NLK.contiguous().view(words) == b_NLK.contiguous().view(words)
+    found_NL = same[..., 0].clone()
+    for place in range(1, same.shape[-1]):
+        found_NL &= same[..., place]
+    return found_NL

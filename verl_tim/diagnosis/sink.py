@@ -28,11 +28,13 @@ class MetricSink:
 
     def put_mean(self, name: str, values_N: Tensor, select_N: Tensor | None = None) -> None:
         """Add the mean of the (selected) values; left out when there are none."""
-        if select_N is not None:
-            values_N = values_N[select_N]
-        count = values_N.numel()
-        if count:
-            self.put(name, values_N.to(torch.float64).sum() / count)
+        if select_N is None:
+            if values_N.numel():
+                self.put(name, _total(values_N) / values_N.numel())
+            return
+        count = select_N.count_nonzero()
+        selected_N = values_N & select_N if values_N.dtype == torch.bool else values_N.where(select_N, 0)
+        self.put(name, _total(selected_N) / count.clamp_min(1), count)
 
     def put_bins(self, stem: str, labels: Sequence[str], sum_G: Tensor, count_G: Tensor) -> None:
         """Add `tim/<stem>_<label>` = sum / count for each bin with a count."""
@@ -55,3 +57,10 @@ class MetricSink:
         if broken:
             raise ArithmeticError(f"non-finite metrics: {', '.join(broken)}")
         return metrics
+
+
+def _total(values_N: Tensor) -> Tensor:
+    """0-d float64."""
+    if values_N.dtype == torch.bool:
+        return values_N.count_nonzero().to(torch.float64)
+    return values_N.sum(dtype=torch.float64)

@@ -44,6 +44,12 @@ _FIELDS = (
     ("routes_train", pa.list_(pa.int16())),
 )
 SCHEMA = pa.schema([pa.field(name, kind) for name, kind in _FIELDS])
+# Log-probs hardly repeat: a dictionary of them takes more room than they do, and most of the time of writing.
+_DICTIONARIES = [
+    f"{name}.list.element" if pa.types.is_list(kind) else name
+    for name, kind in _FIELDS
+    if not name.endswith("log_prob")
+]
 
 
 class TokenDumpError(ValueError):
@@ -108,22 +114,26 @@ class DumpedSequence:
             "routes_rollout": _lists(self.routes_rollout_NJ, count),
             "routes_train": _lists(self.routes_train_NJ, count),
         }
-        return {name: [value] * count for name, value in same.items()} | each
+        return {
+            name: pa.repeat(pa.scalar(value, SCHEMA.field(name).type), count) for name, value in same.items()
+        } | each
 
 
 def _log_probs(values_N: np.ndarray | None, count: int) -> Any:
     if values_N is None:
-        return [None] * count
+        return pa.nulls(count, pa.float32())
     return pa.array(values_N, pa.float32(), mask=np.isnan(values_N))
 
 
 def _ids(values_N: np.ndarray | None, count: int) -> Any:
-    return [None] * count if values_N is None else pa.array(values_N, pa.int32(), mask=np.asarray(values_N) < 0)
+    if values_N is None:
+        return pa.nulls(count, pa.int32())
+    return pa.array(values_N, pa.int32(), mask=np.asarray(values_N) < 0)
 
 
 def _lists(values_NJ: np.ndarray | None, count: int) -> Any:
     if values_NJ is None or values_NJ.shape[1] == 0:
-        return [None] * count
+        return pa.nulls(count, pa.list_(pa.int16()))
     flat = pa.array(values_NJ.reshape(-1), pa.int16())
     lists = pa.ListArray.from_arrays(np.arange(len(values_NJ) + 1, dtype=np.int32) * values_NJ.shape[1], flat)
     return pa.concat_arrays([lists, pa.nulls(count - len(values_NJ), lists.type)])
@@ -193,7 +203,13 @@ def write_step(
     path.parent.mkdir(parents=True, exist_ok=True)
     written = path.with_suffix(".writing")
     # Arrow's zstd frames have no checksum, so that without those of the pages a flipped bit is read as another number.
-    pq.write_table(table.replace_schema_metadata(metadata), written, compression="zstd", write_page_checksum=True)
+    pq.write_table(
+        table.replace_schema_metadata(metadata),
+        written,
+        compression="zstd",
+        use_dictionary=_DICTIONARIES,
+        write_page_checksum=True,
+    )
     written.replace(path)  # a reader never meets half a file
     return path
 

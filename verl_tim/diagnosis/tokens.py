@@ -6,12 +6,17 @@ from it too.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from verl_tim.diagnosis.stats import places
+
 FIELDS_2D = "(batch, response tokens)"
+_ROUNDS_TO_INFINITY = 2.0**128 - 2.0**103
 
 
 def as_mask(mask_BT: Tensor, name: str = "response_mask") -> Tensor:
@@ -44,7 +49,8 @@ def check_field(name: str, x: Tensor, shape: torch.Size, *, floating: bool) -> N
 
 def finite_fp32(x: Tensor) -> Tensor:
     """Elementwise: finite when taken as fp32 (the width in which log-probs are recorded)."""
-    return torch.isfinite(x.to(torch.float32))
+    # what float64 rounds to fp32's infinity begins half a step behind fp32's largest
+    return x.abs() < (_ROUNDS_TO_INFINITY if x.dtype == torch.float64 else math.inf)
 
 
 def turn_numbers(mask_BT: Tensor) -> Tensor:
@@ -60,32 +66,34 @@ class ValidTokens:
 
     Attributes:
         shape: (B, T) of the batch.
+        mask_BT: (B, T) bool, the tokens with mask 1.
         valid_BT: (B, T) bool, the tokens below.
-        index_N: int64, place of each of them in the flattened batch.
+        index_N: int64, place of each of them in the flattened batch; None where they are all of it.
         missing: tokens with mask 1 that are not valid.
         old_N, rollout_N: float64 log-probs in nats; bf16, fp16 and fp32 inputs are up-cast, so their difference is
             exact or rounded once.
         delta_N: float64, d = log p_old - log q.
         exact_N: bool, fp32 bit patterns agree.
+        length_B: int64, number of tokens with mask 1 of each row.
+        count_B: int64, number of valid tokens of each row.
         row_N: int64 row of each token.
         rank_N: int64, 0-based place of the token among its row's tokens with mask 1.
-        length_N: int64, number of tokens with mask 1 in the token's row.
+        turns: how many turns the row with the most has, at least 1; those without a valid token count.
         turn_N: int64, 1-based: the run of consecutive mask-1 tokens that holds the token. Tool output and user turns
             inside a response are masked out, so each run is one turn of the model.
     """
 
     shape: torch.Size
+    mask_BT: Tensor
     valid_BT: Tensor
-    index_N: Tensor
+    index_N: Tensor | None
     missing: int
     old_N: Tensor
     rollout_N: Tensor
     delta_N: Tensor
     exact_N: Tensor
-    row_N: Tensor
-    rank_N: Tensor
-    length_N: Tensor
-    turn_N: Tensor
+    length_B: Tensor
+    count_B: Tensor
 
     @classmethod
     def select(cls, old_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor) -> ValidTokens:
@@ -112,33 +120,48 @@ class ValidTokens:
 
         old_fp32_BT = old_log_probs.to(torch.float32)
         rollout_fp32_BT = rollout_log_probs.to(torch.float32)
-        valid_BT = mask_BT & torch.isfinite(old_fp32_BT) & torch.isfinite(rollout_fp32_BT)
-
-        rank_BT = mask_BT.to(torch.int64).cumsum(1) - 1
-        turn_BT = turn_numbers(mask_BT)
-        index_N = valid_BT.reshape(-1).nonzero().squeeze(1)
-        row_N = index_N // max(1, shape[1])
+        valid_BT = mask_BT & finite_fp32(old_fp32_BT) & finite_fp32(rollout_fp32_BT)
+        length_B, count_B = mask_BT.sum(1), valid_BT.sum(1)
+        tokens, count = int(length_B.sum()), int(count_B.sum())
+        index_N = None if count == valid_BT.numel() else places(valid_BT.reshape(-1))
 
         def pick(x_BT: Tensor) -> Tensor:
-            return x_BT.reshape(-1).index_select(0, index_N)
+            return _pick(x_BT, index_N)
 
         old_N = pick(old_log_probs).to(torch.float64)
         rollout_N = pick(rollout_log_probs).to(torch.float64)
         same_bits_BT = old_fp32_BT.view(torch.int32) == rollout_fp32_BT.view(torch.int32)
         return cls(
             shape=shape,
+            mask_BT=mask_BT,
             valid_BT=valid_BT,
             index_N=index_N,
-            missing=int((mask_BT & ~valid_BT).sum()),
+            missing=tokens - count,
             old_N=old_N,
             rollout_N=rollout_N,
             delta_N=old_N - rollout_N,
             exact_N=pick(same_bits_BT),
-            row_N=row_N,
-            rank_N=pick(rank_BT),
-            length_N=mask_BT.sum(1).index_select(0, row_N),
-            turn_N=pick(turn_BT),
+            length_B=length_B,
+            count_B=count_B,
         )
+
+    @cached_property
+    def row_N(self) -> Tensor:
+        rows_B = torch.arange(self.shape[0], device=self.valid_BT.device)
+        return rows_B.repeat_interleave(self.count_B, output_size=self.count)
+
+    @cached_property
+    def rank_N(self) -> Tensor:
+        return _pick(self.mask_BT.to(torch.int64).cumsum(1) - 1, self.index_N)
+
+    @cached_property
+    def turns(self) -> int:
+        starts_B = (self.mask_BT[:, 1:] & ~self.mask_BT[:, :-1]).sum(1) + self.mask_BT[:, 0]
+        return max(int(starts_B.max()), 1)
+
+    @cached_property
+    def turn_N(self) -> Tensor:
+        return _pick(turn_numbers(self.mask_BT), self.index_N)
 
     @property
     def count(self) -> int:
@@ -148,4 +171,8 @@ class ValidTokens:
     def gather(self, name: str, x_BT: Tensor, *, floating: bool) -> Tensor:
         """The valid tokens' entries of another (B, T) field, checked, on the batch's device: (N,)."""
         check_field(name, x_BT, self.shape, floating=floating)
-        return x_BT.detach().to(self.valid_BT.device).reshape(-1).index_select(0, self.index_N)
+        return _pick(x_BT.detach().to(self.valid_BT.device), self.index_N)
+
+
+def _pick(x_BT: Tensor, index_N: Tensor | None) -> Tensor:
+    return x_BT.reshape(-1) if index_N is None else x_BT.reshape(-1).index_select(0, index_N)

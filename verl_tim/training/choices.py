@@ -54,18 +54,18 @@ class Choices:
         rows = sorted(self.rollout.keys() & self.train.keys())
         if not rows:
             return {}
-        width = valid_BT.shape[1]
-        valid_ST = valid_BT[rows].clone()
+        # of a conversation the rollout's record covers the first turn, the trainer's the whole response
+        lengths = [min(valid_BT.shape[1], len(self.rollout[row].top1_N), len(self.train[row].top1_R)) for row in rows]
+        width = max(*lengths, 1)
+        valid_ST = valid_BT[rows, :width].clone()
         top1 = [torch.full((len(rows), width), -1, dtype=torch.int64) for _ in range(2)]
         routed = [one.routes_RLK for one in self.train.values() if one.routes_RLK is not None]
         routes = None
         if routed and any(one.layers for one in self.rollout.values()):
             shape = (len(rows), width, max(self.layers) + 1, routed[0].shape[-1])
             routes = [torch.full(shape, UNRECORDED, dtype=torch.int16) for _ in range(2)]
-        for place, row in enumerate(rows):
+        for place, (row, length) in enumerate(zip(rows, lengths, strict=True)):
             rollout, train = self.rollout[row], self.train[row]
-            # of a conversation the rollout's record covers the first turn, the trainer's the whole response
-            length = min(width, len(rollout.top1_N), len(train.top1_R))
             valid_ST[place, length:] = False
             for ids_ST, recorded in zip(top1, (rollout.top1_N, train.top1_R), strict=True):
                 ids_ST[place, :length] = torch.from_numpy(recorded[:length].astype(np.int64))

@@ -15,13 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from verl_tim.diagnosis import mismatch_metrics
+from verl_tim.correction.ratios import finite
 from verl_tim.diagnosis.estimators import trainer_self_delta
 from verl_tim.diagnosis.gate import BitReport, GateError, compare_bits
 from verl_tim.diagnosis.loss_ratio import LossRatioSums
+from verl_tim.diagnosis.metrics import BatchMismatch
 from verl_tim.diagnosis.run_folder import RunFolder, Sample
 from verl_tim.rollout.recorded import Recorded
 from verl_tim.rollout.versions import UNKNOWN
@@ -29,6 +31,7 @@ from verl_tim.training.baseline_gate import BaselineGate
 from verl_tim.training.choices import Choices
 from verl_tim.training.config import TimConfig
 from verl_tim.training.correction_report import LossReport
+from verl_tim.training.errands import Errand, Errands
 from verl_tim.training.forward_records import ForwardRecord
 from verl_tim.training.records import LossRecord, SeenByLoss, assemble, padded
 from verl_tim.training.reuse import LogProbReuse, check_usable
@@ -36,6 +39,8 @@ from verl_tim.training.token_dumps import TokenDumper
 
 logger = logging.getLogger(__name__)
 
+LOSS_CHUNK = 1 << 16  # padded tokens of the loss's records that are looked at together
+Ids = Sequence[int] | np.ndarray
 SPEARMAN_TOKENS = 1_000_000  # ranks of more tokens than that are those of a sample
 
 
@@ -69,8 +74,8 @@ class StepBatch:
     response_mask_BT: Tensor
     advantages_BT: Tensor
     scores_B: Tensor
-    prompts: Sequence[Sequence[int]]
-    responses: Sequence[Sequence[int]]
+    prompts: Sequence[Ids]
+    responses: Sequence[Ids]
     uids: Sequence[str] = ()
     versions_B: Tensor | None = None
     versions_BT: Tensor | None = None
@@ -133,6 +138,7 @@ class StepObserver:
 
     Attributes:
         baseline: watches every step's metrics where a run asks for it.
+        errands: what is done while the workers are busy.
     """
 
     def __init__(
@@ -160,6 +166,8 @@ class StepObserver:
         self._largest = 0.0  # nats, their largest difference
         self._part = 0  # of the step under way
         self._seconds = 0.0  # of the step under way
+        self.errands = Errands()
+        self._ahead: tuple[StepBatch, Errand[BatchMismatch]] | None = None  # of the step under way
         self._tokens = TokenDumper(tim, decode, correction=correction or {}, model_path=model_path)
 
     @contextmanager
@@ -172,9 +180,13 @@ class StepObserver:
             self._seconds += time.perf_counter() - began
 
     def timing(self) -> dict[str, float]:
-        """`timing_s/tim` of the step, which ends with it: what diagnosis, gate and dumps cost the trainer's process."""
+        """`timing_s/tim` of the step, which ends with it: by how much diagnosis, gate and dumps made it longer.
+
+        `timing_s/tim_beside_workers`, where there is something, is what was done while the workers were busy.
+        """
         seconds, self._seconds = self._seconds, 0.0
-        return {"timing_s/tim": seconds}
+        beside = self.errands.seconds()
+        return {"timing_s/tim": seconds} | ({"timing_s/tim_beside_workers": beside} if beside else {})
 
     # ------------------------------------------------------------------------------------------------- two moments
 
@@ -198,6 +210,9 @@ class StepObserver:
                     "actor_rollout_ref.rollout.calculate_log_probs=true"
                 )
             self._gate(step, batch, batch.old_log_probs_BT, batch.response_mask_BT)
+        if self._part == 0 and batch.old_log_probs_BT is not None and batch.rollout_log_probs_BT is not None:
+            # of a step in several parts the metrics are of the whole, which nobody has yet
+            self._ahead = batch, self.errands.send(self._mismatch, step, batch)
         if self.reuse is None:
             return
         if reuses:
@@ -232,39 +247,37 @@ class StepObserver:
         if batch.rollout_log_probs_BT is None:
             return {}
         scored = batch.old_log_probs_BT is not None
-        metrics = self._scored(step, batch, seen) if scored else self._unscored(step, batch, seen)
-        metrics |= self._of_the_loss(batch, records)
+        of_the_loss = self._of_the_loss(batch, records)
+        look = self._scored if scored else self._unscored
+        metrics = look(step, batch, seen, loss_ratio=not of_the_loss) | of_the_loss
         metrics |= self._coverage(step, batch)
-        train_BT = batch.old_log_probs_BT if batch.old_log_probs_BT is not None else seen.log_prob_BT
-        valid_BT = batch.response_mask_BT.bool() & train_BT.isfinite() & batch.rollout_log_probs_BT.isfinite()
-        # other weights choose otherwise, which is no mismatch
-        metrics |= choices.metrics(valid_BT & self.within_lag(step, batch, 0))
+        if choices.rollout and choices.train:
+            train_BT = batch.old_log_probs_BT if batch.old_log_probs_BT is not None else seen.log_prob_BT
+            valid_BT = batch.response_mask_BT.bool() & finite(train_BT) & finite(batch.rollout_log_probs_BT)
+            # other weights choose otherwise, which is no mismatch
+            metrics |= choices.metrics(valid_BT & self.within_lag(step, batch, 0))
         return metrics | (self.baseline.check(step, metrics) if self.baseline is not None else {})
 
     # ----------------------------------------------------------------------------------------------------- metrics
 
-    def _scored(self, step: int, batch: StepBatch, seen: SeenByLoss) -> dict[str, float]:
+    def _scored(self, step: int, batch: StepBatch, seen: SeenByLoss, *, loss_ratio: bool) -> dict[str, float]:
         """The trainer has scored the whole batch before the update: recomputation, or bypass with `old_forward`."""
         assert batch.old_log_probs_BT is not None
-        assert batch.rollout_log_probs_BT is not None
         valid_BT = batch.response_mask_BT.bool()
-        metrics = mismatch_metrics(
-            old_log_probs=batch.old_log_probs_BT,
-            rollout_log_probs=batch.rollout_log_probs_BT,
-            response_mask=valid_BT,
-            advantages=batch.advantages_BT,
+        ahead, self._ahead = self._ahead, None
+        mismatch = ahead[1].result() if ahead is not None and ahead[0] is batch else self._mismatch(step, batch)
+        metrics = mismatch.with_loss(
             log_prob=seen.log_prob_BT if bool(seen.seen_B.any()) else None,
             clip_ratio_low=self.clip_ratio_low,
             clip_ratio_high=self.clip_ratio_high,
             bypass=self.bypass,
             kept_mask=_kept(batch, seen),
-            spearman_sample=SPEARMAN_TOKENS,
-            **self._versions(step, batch, torch.arange(len(batch))),
+            loss_ratio=loss_ratio,
         )
-        fresh_BT = valid_BT & seen.fresh_B.unsqueeze(1)
-        return metrics | trainer_self_delta(seen.log_prob_BT, batch.old_log_probs_BT, fresh_BT)
+        fresh = seen.fresh_B
+        return metrics | trainer_self_delta(seen.log_prob_BT[fresh], batch.old_log_probs_BT[fresh], valid_BT[fresh])
 
-    def _unscored(self, step: int, batch: StepBatch, seen: SeenByLoss) -> dict[str, float]:
+    def _unscored(self, step: int, batch: StepBatch, seen: SeenByLoss, *, loss_ratio: bool) -> dict[str, float]:
         """Bypass, or a step that took the rollout's log-probs: only the first mini-batch's forward saw the weights that
         generated the batch."""
         assert batch.rollout_log_probs_BT is not None
@@ -276,20 +289,32 @@ class StepObserver:
             return {"tim/sampled_share": 0.0}
         if self.gated:
             self._gate(step, batch, seen.log_prob_BT, valid_BT & seen.fresh_B.unsqueeze(1))
-        metrics = mismatch_metrics(
-            old_log_probs=seen.log_prob_BT[rows],
-            rollout_log_probs=batch.rollout_log_probs_BT[rows],
-            response_mask=valid_BT[rows],
-            advantages=batch.advantages_BT[rows],
+        mismatch = self._mismatch(step, batch, seen.log_prob_BT, rows)
+        metrics = mismatch.with_loss(
             clip_ratio_low=self.clip_ratio_low,
             clip_ratio_high=self.clip_ratio_high,
             bypass=self.bypass,
             kept_mask=None if seen.kept_BT is None else seen.kept_BT[rows],
-            spearman_sample=SPEARMAN_TOKENS,
-            **self._versions(step, batch, rows),
+            loss_ratio=loss_ratio,
         )
         metrics["tim/sampled_share"] = sampled / tokens
         return metrics
+
+    def _mismatch(
+        self, step: int, batch: StepBatch, train_BT: Tensor | None = None, rows: Tensor | slice = slice(None)
+    ) -> BatchMismatch:
+        """What needs nothing of the loss. `train_BT`: in place of the batch's old log-probs."""
+        train_BT = batch.old_log_probs_BT if train_BT is None else train_BT
+        assert train_BT is not None
+        assert batch.rollout_log_probs_BT is not None
+        return BatchMismatch.of(
+            old_log_probs=train_BT[rows],
+            rollout_log_probs=batch.rollout_log_probs_BT[rows],
+            response_mask=batch.response_mask_BT[rows].bool(),
+            advantages=batch.advantages_BT[rows],
+            spearman_sample=SPEARMAN_TOKENS,
+            **self._versions(step, batch, rows),
+        )
 
     def _of_the_loss(self, batch: StepBatch, records: Sequence[LossRecord]) -> dict[str, float]:
         """Metrics of the ratio that the loss used, over every mini-batch and epoch, in either mode."""
@@ -298,10 +323,11 @@ class StepObserver:
         assert reference_BT is not None
         mask_BT = batch.response_mask_BT.bool()
         sums = LossRatioSums()
-        for record in records:
-            rows = torch.from_numpy(record.row_B.copy())
+        # micro-batches are too small to be worth a pass each, and all of them at once take much memory
+        for together in _in_chunks(records, max(1, LOSS_CHUNK // max(1, mask_BT.shape[1]))):
+            rows = torch.from_numpy(np.concatenate([record.row_B for record in together]))
             sums += LossRatioSums.of(
-                padded(record.log_prob_BT, mask_BT.shape[1]),
+                torch.cat([padded(record.log_prob_BT, mask_BT.shape[1]) for record in together]),
                 reference_BT[rows],
                 mask_BT[rows],
                 batch.advantages_BT[rows],
@@ -333,7 +359,7 @@ class StepObserver:
             return torch.ones_like(batch.response_mask_BT, dtype=torch.bool)
         return (batch.versions_BT != UNKNOWN) & (batch.versions_BT >= step - 1 - lag)
 
-    def _versions(self, step: int, batch: StepBatch, rows: Tensor) -> dict[str, Any]:
+    def _versions(self, step: int, batch: StepBatch, rows: Tensor | slice) -> dict[str, Any]:
         """Versions by token, for a token without a record the oldest of its row; older than step - 1 is stale."""
         if batch.versions_B is None:
             return {}
@@ -371,7 +397,7 @@ class StepObserver:
     def _describe_mismatch(self, step: int, batch: StepBatch, report: BitReport) -> str:
         first = report.first
         assert first is not None
-        token_id = batch.responses[first.row][first.token]
+        token_id = int(batch.responses[first.row][first.token])
         return (
             f"step {step}: rollout and trainer differ: {report}; row {first.row} is {batch.keys[first.row]}, response "
             f"token {first.token} has id {token_id} ({self.decode([token_id])!r}), trainer {float.hex(first.train)}, "
@@ -392,8 +418,8 @@ class StepObserver:
         uid, truth = values.pop("index", None), values.pop("ground_truth", None)
         return Sample(
             step=step,
-            prompt=self.decode(batch.prompts[row]),
-            response=self.decode(batch.responses[row]),
+            prompt=self.decode(np.asarray(batch.prompts[row]).tolist()),
+            response=self.decode(np.asarray(batch.responses[row]).tolist()),
             reward=_number(batch.scores_B[row]),
             uid=None if uid is None else str(uid),
             ground_truth=None if truth is None else str(truth),
@@ -451,6 +477,18 @@ class StepObserver:
             },
             Path(folder) / f"update_{name}.pt",
         )
+
+
+def _in_chunks(records: Sequence[LossRecord], rows: int) -> Iterator[list[LossRecord]]:
+    """Records that follow each other, together until they have that many rows."""
+    chunk: list[LossRecord] = []
+    for record in records:
+        chunk.append(record)
+        if sum(len(one.row_B) for one in chunk) >= rows:
+            yield chunk
+            chunk = []
+    if chunk:
+        yield chunk
 
 
 def _kept(batch: StepBatch, seen: SeenByLoss) -> Tensor | None:

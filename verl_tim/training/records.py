@@ -112,19 +112,18 @@ class SeenByLoss:
 
 def assemble(records: list[LossRecord], rows: int, width: int) -> SeenByLoss:
     """Records to one (rows, width) tensor. With several PPO epochs a row's first appearance counts."""
-    log_prob_BT = torch.full((rows, width), float("nan"), dtype=torch.float32)
+    log_prob_BT = np.full((rows, width), np.nan, np.float32)
     masked = bool(records) and all(record.kept_BT is not None for record in records)
-    kept_BT = torch.zeros(rows, width, dtype=torch.bool)
-    seen_B = torch.zeros(rows, dtype=torch.bool)
-    fresh_B = torch.zeros(rows, dtype=torch.bool)
+    kept_BT = np.zeros((rows, width), bool)
+    seen_B, fresh_B = np.zeros(rows, bool), np.zeros(rows, bool)
     for record in records:
-        for place, (row, values_T) in enumerate(zip(record.row_B.tolist(), record.log_prob_BT, strict=True)):
-            if seen_B[row]:
-                continue
-            length = min(width, len(values_T))
-            log_prob_BT[row, :length] = torch.tensor(values_T[:length])  # copied: Ray's arrays are read-only
-            if record.kept_BT is not None:
-                kept_BT[row, :length] = torch.tensor(record.kept_BT[place, :length])
-            seen_B[row] = True
-            fresh_B[row] = record.fresh
-    return SeenByLoss(log_prob_BT, kept_BT if masked else None, seen_B, fresh_B)
+        rows_P, places_P = np.unique(record.row_B, return_index=True)  # a row may stand in a record twice
+        new_P = ~seen_B[rows_P]
+        rows_P, places_P = rows_P[new_P], places_P[new_P]
+        length = min(width, record.log_prob_BT.shape[1])
+        log_prob_BT[rows_P, :length] = record.log_prob_BT[places_P, :length]
+        if record.kept_BT is not None:
+            kept_BT[rows_P, :length] = record.kept_BT[places_P, :length]
+        seen_B[rows_P], fresh_B[rows_P] = True, record.fresh
+    log_prob, kept, seen, fresh = (torch.from_numpy(array) for array in (log_prob_BT, kept_BT, seen_B, fresh_B))
+    return SeenByLoss(log_prob, kept if masked else None, seen, fresh)

@@ -53,16 +53,18 @@ class TokenDumper:
         uids = [str(uid) for uid in batch.uids] or list(batch.keys)
         groups = {uid: number for number, uid in enumerate(dict.fromkeys(uids))}
         # padding rows have no token, and of an incomplete batch there may be no record: then everything was kept
-        kept_BT = mask_BT if seen.kept_BT is None else torch.where(seen.seen_B[:, None], seen.kept_BT, mask_BT)
-        turns_BT = turn_numbers(mask_BT)
+        kept_ST = mask_BT[rows]
+        if seen.kept_BT is not None:
+            kept_ST = torch.where(seen.seen_B[rows].unsqueeze(1), seen.kept_BT[rows], kept_ST)
+        turns_ST = turn_numbers(mask_BT[rows])
         sequences = []
-        for row in rows:
-            at = mask_BT[row].nonzero().squeeze(1).numpy()
+        for place, row in enumerate(rows):
+            at = np.flatnonzero(mask_BT[row].numpy())
             token_ids = np.asarray(batch.responses[row])[at]
             rollout, train = choices.rollout.get(row), choices.train.get(row)
 
             def values(x_BT: torch.Tensor | None, row: int = row, at: np.ndarray = at) -> np.ndarray | None:
-                return None if x_BT is None else x_BT[row, at].detach().float().numpy()
+                return None if x_BT is None else x_BT[row].detach().float().numpy()[at]
 
             advantage_N = values(batch.advantages_BT)
             assert advantage_N is not None
@@ -75,8 +77,8 @@ class TokenDumper:
                     token_id_N=token_ids,
                     text_N=[self._text(token) for token in token_ids.tolist()],
                     advantage_N=advantage_N,
-                    kept_N=kept_BT[row, at].numpy(),
-                    turn_N=turns_BT[row, at].numpy(),
+                    kept_N=kept_ST[place].numpy()[at],
+                    turn_N=turns_ST[place].numpy()[at],
                     old_log_prob_N=values(batch.old_log_probs_BT),
                     rollout_log_prob_N=values(batch.rollout_log_probs_BT),
                     log_prob_N=values(seen.log_prob_BT),
@@ -102,7 +104,7 @@ class TokenDumper:
 
 def _versions(batch: StepBatch, row: int, at_N: np.ndarray) -> np.ndarray | None:
     if batch.versions_BT is not None:
-        return batch.versions_BT[row, at_N].numpy()
+        return batch.versions_BT[row].numpy()[at_N]
     return None if batch.versions_B is None else np.full(len(at_N), int(batch.versions_B[row]))
 
 

@@ -188,11 +188,9 @@ class TimRayPPOTrainer(StopAfterCheckpoint, RayPPOTrainer):
         assert self.observer is not None
         prompt_width = tensors["prompts"].shape[1]
         attention = tensors["attention_mask"].bool()
-        prompts = [
-            ids[mask].tolist() for ids, mask in zip(tensors["prompts"], attention[:, :prompt_width], strict=True)
-        ]
+        prompts = [ids[mask].numpy() for ids, mask in zip(tensors["prompts"], attention[:, :prompt_width], strict=True)]
         responses = [
-            ids[mask].tolist() for ids, mask in zip(tensors["responses"], attention[:, prompt_width:], strict=True)
+            ids[mask].numpy() for ids, mask in zip(tensors["responses"], attention[:, prompt_width:], strict=True)
         ]
         extra: dict[str, Sequence[Any]] = {}
         if "reward_model" in others:

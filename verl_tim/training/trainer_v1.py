@@ -38,6 +38,7 @@ from verl_tim.training.config import TimConfig, uses_verl_tim
 from verl_tim.training.correction_config import install, optimizer_steps
 from verl_tim.training.correction_loss import OLD_FORWARD_FIELD
 from verl_tim.training.correction_report import REPORT_METRIC, LossReport, step_metrics
+from verl_tim.training.errands import Errand
 from verl_tim.training.forward_records import FORWARD_METRIC, SAMPLED_FIELD, ForwardRecord
 from verl_tim.training.observer import StepBatch, StepObserver
 from verl_tim.training.processes import RunProcesses, RunRoles
@@ -56,6 +57,20 @@ from verl_tim.training.startup import (
     watch_flags,
 )
 from verl_tim.training.tracking import closed_at_the_end
+
+# What is final before the step's first forward; the mask, too, since verl's own rejection does not touch it
+# (`plugin.patch_native_correction`). The workers read the batch when they begin, and are not to be kept waiting.
+EARLY_FIELDS = (
+    "prompts",
+    "responses",
+    "response_mask",
+    "rollout_log_probs",
+    "rm_scores",
+    "reward_model",
+    "data_source",
+    "index",
+)
+EARLY_DELAY = 0.5  # seconds
 
 if TYPE_CHECKING:
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
@@ -89,6 +104,7 @@ class TimTrainer(_Base):
         self._submitted: dict[str, int] = {}  # uid -> place in the order of the data, of prompts under way
         self._places = 0  # prompts submitted so far
         self._parts: list[_Part] = []  # of the step under way, updated
+        self._early: tuple[list[str], Errand[TensorDict]] | None = None  # keys of the step's batch, `EARLY_FIELDS`
         self._counters: Counter[str] = Counter()  # of the rollout, since the step began
         if uses_verl_tim(config):
             ensure_registered()
@@ -208,6 +224,8 @@ class TimTrainer(_Base):
             self._recorded = [Recorded.of_wire(entry.get(RECORDED_FIELD)) for entry in self._extra]
             rows = torch.arange(len(batch.keys)).unsqueeze(1)
             batch = self._put(batch, {ROW_FIELD: rows, SAMPLED_FIELD: marked_rows(self._recorded)})
+            early = self.observer.errands.send(self._fields, batch, *EARLY_FIELDS, delay=EARLY_DELAY)
+            self._early = list(batch.keys), early
         if self.correction is not None and self.correction.old_forward:
             batch.extra_info.update(
                 calculate_entropy=False,
@@ -333,40 +351,33 @@ class TimTrainer(_Base):
 
     def _step_batch(self, batch: KVBatchMeta) -> StepBatch:
         """The batch as padded tensors; all rows, padding rows with an empty mask."""
-        fields = [
-            "prompts",
-            "responses",
-            "response_mask",
-            "rollout_log_probs",
-            "old_log_probs",
-            OLD_FORWARD_FIELD,
-            "advantages",
-            "rm_scores",
-            "reward_model",
-            "data_source",
-            "index",
-        ]
-        data = self._fields(batch, *fields)
-        prompts = [ids.tolist() for ids in data["prompts"].unbind()]
-        responses = [ids.tolist() for ids in data["responses"].unbind()]
+        assert self.observer is not None
+        scored = OLD_FORWARD_FIELD if self.observer.bypass else "old_log_probs"
+        late = ["advantages", *([] if self._reuses else [scored])]
+        early, self._early = self._early, None
+        if early is not None and early[0] == list(batch.keys):
+            parts = [self._fields(batch, *late), early[1].result()]
+        else:
+            parts = [self._fields(batch, *late, *EARLY_FIELDS)]
+        data: dict[str, Any] = {name: part[name] for part in parts for name in part.keys()}  # noqa: SIM118 (a TensorDict)
+        prompts = [ids.numpy() for ids in data["prompts"].unbind()]
+        responses = [ids.numpy() for ids in data["responses"].unbind()]
 
         def padded(name: str) -> torch.Tensor | None:
-            return data[name].to_padded_tensor(padding=0) if name in data.keys() else None  # noqa: SIM118
+            return data[name].to_padded_tensor(padding=0) if name in data else None
 
         whole = padded("response_mask")
         rollout = padded("rollout_log_probs")
         advantages, scores = padded("advantages"), padded("rm_scores")
-        assert self.observer is not None
         assert whole is not None
         assert advantages is not None
         assert scores is not None
-        scored = OLD_FORWARD_FIELD if self.observer.bypass else "old_log_probs"
         versions = [tag.get("min_global_steps") for tag in batch.tags]
         extra: dict[str, Sequence[Any]] = {}
-        if "reward_model" in data.keys():  # noqa: SIM118 (a TensorDict is no dict)
+        if "reward_model" in data:
             extra["ground_truth"] = [entry.get("ground_truth") for entry in map(_plain, data["reward_model"])]
         for name in ("data_source", "index"):
-            if name in data.keys():  # noqa: SIM118
+            if name in data:
                 extra[name] = [_plain(entry) for entry in data[name]]
         return StepBatch(
             keys=list(batch.keys),
@@ -384,7 +395,7 @@ class TimTrainer(_Base):
             data=extra,
         )
 
-    def _token_versions(self, mask_BT: torch.Tensor, responses: Sequence[Sequence[int]]) -> torch.Tensor:
+    def _token_versions(self, mask_BT: torch.Tensor, responses: Sequence[np.ndarray]) -> torch.Tensor:
         versions_BT = torch.full(mask_BT.shape, UNKNOWN, dtype=torch.int64)
         for row, (fields, response) in enumerate(zip(self._extra, responses, strict=True)):
             versions_BT[row, : len(response)] = torch.from_numpy(token_versions(fields, len(response)))
