@@ -42,7 +42,7 @@ def checkpointed(kind="qwen3_moe", *, reentrant: bool | None):
     return model
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "deepseek_v3"])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe"])
 def test_its_own_routes_change_no_bit(kind):
     """Recorded and given back: log-probs and gradients are those of a model without handles, bit for bit."""
     plain, model = tiny.model(kind), tiny.model(kind)
@@ -60,7 +60,7 @@ def test_its_own_routes_change_no_bit(kind):
     assert all(tiny.same_bits(theirs[name], ours[name]) for name in theirs)
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "deepseek_v3"])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe"])
 def test_given_routes_are_taken_in_their_order(kind):
     model = tiny.model(kind)
     replay = RoutingReplay(model)
