@@ -15,6 +15,7 @@ from verl_tim.training.config import EXTERNAL_LIB, EXTERNAL_LIBS, reader
 from verl_tim.training.correction_config import CORRECTION_KEY, of_run
 from verl_tim.training.finding import Finding
 from verl_tim.training.replay_config import (
+    FILE_KEYS,
     FSDP,
     REPLAY_KEY,
     ROUTES_KEY,
@@ -75,6 +76,13 @@ def replay_findings(config: DictConfig, *, cpu_only: bool) -> Iterator[Finding]:
     yield from _both_ends(get, mode)
     if mode == "off":
         return
+    for key in FILE_KEYS:
+        if get(key) is not None:
+            yield Finding(
+                key,
+                f"it is {get(key)}, and nobody reads it: routes come from the step's own forward (R2) or rollout (R3)",
+                "Leave it out",
+            )
     yield from _engine(get)
     yield from _model(get)
     if mode == "r2":

@@ -310,6 +310,16 @@ def _rollout(view: View, _: Cluster | None) -> Iterator[Finding]:
             "without the rollout's log-probs nothing can be compared or corrected",
             "Set it to true",
         )
+    if (
+        not view.contract  # which covers no LoRA at all
+        and int(view.get("actor_rollout_ref.model.lora_rank", 0)) > 0
+        and not view.get("actor_rollout_ref.model.lora.merge", False)
+    ):
+        yield Finding(
+            "actor_rollout_ref.model.lora.merge",
+            f"rollout {view.get('actor_rollout_ref.rollout.name')} takes whole weights, and verl would send adapters",
+            "Set it to true, or actor_rollout_ref.model.lora_rank=0",
+        )
     for name, value in sorted(view.get("actor_rollout_ref.model.override_config", {}).items()):
         # the rollout drops nothing out either
         if name == "attn_implementation" or (name.endswith(DROPOUT_SUFFIXES) and value == 0):
