@@ -159,6 +159,18 @@ def test_r2_records_and_keeps_its_routes(folders, process_group):
         rollout.close()
 
 
+def test_a_step_that_updates_nothing_counts_for_no_other(folders, process_group):
+    """verl warms a critic up so: old log-probs, no update, weights to the rollout."""
+    trainer = TrainerSide(folders("qwen3_moe"), contract=False, replay="R3")
+    rows = drawn(folders("qwen3_moe"), trainer, "stock", count=4)
+    for _ in range(2):
+        trainer.log_probs(rows)
+        trainer.engine.get_per_tensor_param()
+    found = replay_metrics(take(trainer.train(rows, trainer.log_probs(rows), ones(rows)), REPLAY_METRIC))
+    assert found["tim/replay_pairs"] == 2 * sum(len(row.prompt) + len(row.response) - 1 for row in rows)
+    assert found["tim/replay_probed_tokens"] == len(rows[0].response)
+
+
 def test_a_reference_forward_in_the_actors_parameters_is_free(folders, process_group):
     """verl scores a reference model by switching the adapter off: those routes are neither recorded nor replayed."""
     folder = folders("qwen3_moe")

@@ -69,7 +69,6 @@ class ReplayStep:
             yield
         except BaseException:
             self.clear()
-            self._sums.clear()
             raise
         finally:
             self._phase = before
@@ -85,10 +84,11 @@ class ReplayStep:
             self._free = before
 
     def clear(self) -> None:
-        """The step is over, or has failed."""
+        """The step is over, or has failed; of one that updated nothing (verl's critic warm-up) no report was taken."""
         self.replay.clear()
         self._recorded.clear()
         self._replayed = False
+        self._forget_counts()
 
     def begin(self, micro_batch: Any, input_ids: Tensor, *, packed: bool) -> None:
         """Before the forward of a micro-batch, whose model inputs are `input_ids`, (1, T) packed or (B, S) padded."""
@@ -137,8 +137,11 @@ class ReplayStep:
             before, after = torch.stack(sums).sum(0).view(2, -1).tolist()
             gaps = (self._live, self._with_routes) if phase == "old" else (Gap(), Gap())
             reports.append(ReplayReport(phase, Agreement(*before), Agreement(*after), self._host_bytes, *gaps))
-        self._sums, self._host_bytes, self._live, self._with_routes = {}, 0, Gap(), Gap()
+        self._forget_counts()
         return reports
+
+    def _forget_counts(self) -> None:
+        self._sums, self._host_bytes, self._live, self._with_routes = {}, 0, Gap(), Gap()
 
     # ------------------------------------------------------------------------------------------------------ the routes
 
