@@ -200,6 +200,11 @@ def test_what_the_worker_refuses(folders, process_group):
     def put(row, at, value):
         rows[row].routes[at] = value
 
+    def widen():
+        for row in rows:
+            row.routes = row.routes.astype(np.int64)
+        put(3, (2, 1), [1, 2**16])
+
     def cut():
         rows[2].routes = rows[2].routes[:-1]
 
@@ -212,6 +217,7 @@ def test_what_the_worker_refuses(folders, process_group):
     refused(f"sample 1 of the batch, layer 1, position {length - 2}: no route", put, 1, (length - 2, 1), -1)
     refused(f"sample 1 of the batch, layer 0, position {length - 1}: a route in part", put, 1, (length - 1, 1), [0, 1])
     refused(r"layer 1, position 2: expert id outside \[0, 4\)", put, 3, (2, 1), [1, 4])
+    refused(r"sample 3 of the batch, layer 1, position 2: expert id outside .* \(experts \[1, 65536\]\)", widen)
     refused("sample 3 of the batch, layer 1, position 2: an expert occurs twice", put, 3, (2, 1), [1, 1])
     # what verl writes where a rollout returned nothing
     refused("sample 0 of the batch, layer 0, position 0: an expert occurs twice", put, 0, np.s_[:], 0)

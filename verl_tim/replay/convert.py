@@ -40,7 +40,9 @@ def converted(
     """
     routed = prompt + response - 1 if routed is None else routed
     raw_TLK = _array(raw, sample)
-    _check_shape(raw_TLK, routers, sample)
+    _check_form(raw_TLK, routers, sample)
+    # the widest type, since vLLM's may be unsigned, and an id out of range must not be cut to one in it
+    raw_TLK = raw_TLK.astype(np.int64)
     _check_length(len(raw_TLK), routed, prompt, sample, or_more)
     routes_TLK = _sparse(raw_TLK[:routed], routers, sample)
     _check_layers(routes_TLK, routers, sample)
@@ -70,12 +72,17 @@ def _array(raw: Any, sample: str) -> np.ndarray:
             f"sample {sample}, all layers, all positions: routes are {array.dtype} {list(array.shape)}, expected "
             "integers [positions, layers, k]"
         )
-    # the widest type, since vLLM's may be unsigned, and an id out of range must not be cut to one in it
-    return array.astype(np.int64)
+    return array
 
 
-def _check_shape(raw_TLK: np.ndarray, routers: RouterMap, sample: str) -> None:
+def _check_form(raw_TLK: np.ndarray, routers: RouterMap, sample: str) -> None:
     _, layers, k = raw_TLK.shape
+    most = np.iinfo(raw_TLK.dtype).max
+    if most < routers.num_experts - 1:
+        raise ReplayError(
+            f"sample {sample}, all layers, all positions: routes are {raw_TLK.dtype}, which has no room for expert "
+            f"{routers.num_experts - 1}: ids above {most} were cut to others"
+        )
     if k != routers.top_k:
         raise ReplayError(
             f"sample {sample}, all layers, all positions: routes have {k} experts, the model chooses {routers.top_k}"

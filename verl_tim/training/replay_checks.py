@@ -108,7 +108,7 @@ def _both_ends(get: _Get, mode: Mode) -> Iterator[Finding]:
         yield Finding(
             REPLAY_KEY,
             f"R3 replays the rollout's routes, and without {ROUTES_KEY} it returns none",
-            f"Choose routing_replay=r3, which sets both, or set {ROUTES_KEY}=true",
+            f"Choose routing_replay=r3, which sets both; in a plain verl config set {ROUTES_KEY}=true",
         )
 
 
@@ -189,5 +189,5 @@ def _returned(get: _Get, cpu_only: bool) -> Iterator[Finding]:
             _AGENT_KEY,
             f"it is {manager}: verl's own agent loop fills what a rollout does not return with expert 0, and checks "
             "nothing",
-            f"Set it to {_AGENT_LOOP}",
+            f"Set it to {_AGENT_LOOP} (with + before the key on a plain verl command line)",
         )

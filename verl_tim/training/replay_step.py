@@ -175,7 +175,8 @@ class ReplayStep:
                 f"sample {names[0]}, layer {self.replay.layers[min(given_TLK.shape[1], shape[1]) - 1]}, position 0: "
                 f"routes are {list(given_TLK.shape)}, and {shape[1]} routers choose {shape[2]}: expected {list(shape)}"
             )
-        return self._checked(given_TLK.to(torch.int16), micro_batch, lengths, names)
+        # checked as they came: int16 would cut an id out of range to one in it
+        return self._checked(given_TLK, micro_batch, lengths, names).to(torch.int16)
 
     def _checked(self, given_TLK: Tensor, micro_batch: Any, lengths: Sequence[int], names: Sequence[str]) -> Tensor:
         """Every position that a log-prob of the loss depends on has a route, or the router would choose in silence."""
