@@ -64,7 +64,7 @@ REFUSED = {
         edited((3, 1), [2**32 + 1, 2**32 + 2], kind=np.int64), SPARSE, "layer 2, position 3: expert id outside",
     ),
     "a type that cuts ids": (
-        good().astype(np.int8), RouterMap((1, 2, 4), 6, 160, 2), "all layers, all positions: routes are int8, which has",
+        good().astype(np.int8), RouterMap((1, 2, 4), 6, 160, 2), "all positions: routes are int8, which has no room",
     ),
     "wrong k": (good()[..., :1], SPARSE, "routes have 1 experts, the model chooses 2"),
     "a stage is not there": (good(2), ALL, "those of a pipeline stage are missing; layer 2, position 0"),

@@ -289,7 +289,8 @@ def _dtypes(view: View, _: Cluster | None) -> Iterator[Finding]:
 
 
 def _rollout(view: View, _: Cluster | None) -> Iterator[Finding]:
-    """Settings that vexact and stock cannot honour, options they do not know, and log-probs that are not recorded."""
+    """Settings that vexact and stock cannot honour, options they do not know, LoRA adapters that are not merged, and
+    log-probs that are not recorded."""
     if not view.rollout_is_ours:
         return
     from verl_tim.rollout.options import refusals, rollout_options
