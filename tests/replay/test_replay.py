@@ -304,3 +304,12 @@ def test_shifted_content_is_noticed(shift):
     # of another sequence of the same length, or of the step before
     with pytest.raises(ReplayError, match=r"sample u0, all layers, position 0 on: the routes are of another sequence"):
         refuse_misplaced(given(9, rows=100), live, prompt=30, sample="u0")
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_shift_by_a_prompt_longer_than_its_response(sign):
+    """Routes of few experts agree half by chance, so that only the shift tells."""
+    live = torch.from_numpy(tiny.routes(300, 3, experts=4))
+    refuse_misplaced(live, live, prompt=220, sample="u0")
+    with pytest.raises(ReplayError, match=rf"sample u0, .* shifted by {sign * 220} position"):
+        refuse_misplaced(live.roll(sign * 220, 0), live, prompt=220, sample="u0")

@@ -230,6 +230,28 @@ def test_what_the_worker_refuses(folders, process_group):
     trainer.log_probs(rows)  # and goes on
 
 
+def test_the_longest_sequences_are_laid_beside_the_live_choice(folders, process_group, monkeypatch):
+    """Of short ones nothing can be told."""
+    from verl_tim.training import replay_step
+
+    trainer = TrainerSide(folders("qwen3_moe"), contract=False, replay="R3")
+    rows = drawn(folders("qwen3_moe"), trainer, "stock", count=4)
+    seen = {}
+
+    def laid(given_TLK, live_TLK, *, prompt, sample):
+        assert live_TLK.shape == given_TLK.shape
+        seen[sample] = (given_TLK.numpy().copy(), prompt)
+
+    monkeypatch.setattr(replay_step, "refuse_misplaced", laid)
+    trainer.log_probs(rows)
+    longest = sorted(range(4), key=lambda number: len(rows[number].routes))[-2:]
+    assert set(seen) == {f"{number} of the batch" for number in longest}
+    for number in longest:
+        given, prompt = seen[f"{number} of the batch"]
+        assert (given == rows[number].routes).all()
+        assert prompt == len(rows[number].prompt)
+
+
 def test_rows_without_a_token_in_the_loss_need_no_routes(folders, process_group):
     """verl fills a batch up with rows of zeros; they are no routes, and nothing is trained on them."""
     folder = folders("qwen3_moe")

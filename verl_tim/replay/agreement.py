@@ -10,7 +10,7 @@ from torch import Tensor
 from verl_tim.replay.cursor import LIVE
 from verl_tim.replay.errors import ReplayError
 
-_SHIFT_TOKENS = 64  # fewer tell nothing
+_SHIFT_TOKENS = 64  # fewer tell nothing, and half as many that lie over each other after a shift
 _SHIFT_MARGIN = 0.1
 _LEAST_OWN = 0.5  # far below what mismatch and staleness leave, and above what unrelated tokens of many experts share
 
@@ -87,7 +87,7 @@ def refuse_misplaced(given_TLK: Tensor, live_TLK: Tensor, *, prompt: int, sample
     given_TLK, live_TLK = given_TLK[:count], live_TLK[:count]
     if count < _SHIFT_TOKENS or not bool(has_T[:count].all()):
         return
-    shifts = [shift for shift in (1, -1, prompt, -prompt) if abs(shift) <= count // 2]
+    shifts = [shift for shift in (1, -1, prompt, -prompt) if count - abs(shift) >= _SHIFT_TOKENS // 2]
     scores = [_overlap(given_TLK, live_TLK).mean()]
     for shift in shifts:
         a, b = (given_TLK[shift:], live_TLK[:-shift]) if shift > 0 else (given_TLK[:shift], live_TLK[-shift:])

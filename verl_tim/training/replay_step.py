@@ -7,6 +7,7 @@ old log-probs records, by row of the step's batch, and every policy forward of t
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -24,7 +25,7 @@ from verl_tim.training.replay_report import Gap, Phase, ReplayReport
 
 ROUTES_FIELD = "routed_experts"
 
-_SHIFT_ROWS = 2  # sequences of each micro-batch whose routes are laid beside the live choice
+_SHIFT_ROWS = 2  # sequences of each micro-batch, its longest, whose routes are laid beside the live choice
 
 
 class ReplayStep:
@@ -211,13 +212,12 @@ class ReplayStep:
         return given_TLK
 
     def _check_place(self, given_TLK: Tensor, live_TLK: Tensor, micro_batch: Any, lengths: Sequence[int]) -> None:
-        names, first = _names(micro_batch, len(lengths)), 0
-        responses = _response_lengths(micro_batch)
-        for place, length in enumerate(lengths[:_SHIFT_ROWS]):
-            part = slice(first, first + length)
-            prompt = length - int(responses[place])
+        names, responses = _names(micro_batch, len(lengths)), _response_lengths(micro_batch)
+        ends = list(itertools.accumulate(lengths))
+        for place in sorted(range(len(lengths)), key=lengths.__getitem__)[-_SHIFT_ROWS:]:
+            part = slice(ends[place] - lengths[place], ends[place])
+            prompt = lengths[place] - int(responses[place])
             refuse_misplaced(given_TLK[part], live_TLK[part], prompt=prompt, sample=names[place])
-            first += length
 
 
 def _extended(given_TLK: Tensor, rows: int) -> Tensor:
