@@ -313,3 +313,14 @@ def test_a_shift_by_a_prompt_longer_than_its_response(sign):
     refuse_misplaced(live, live, prompt=220, sample="u0")
     with pytest.raises(ReplayError, match=rf"sample u0, .* shifted by {sign * 220} position"):
         refuse_misplaced(live.roll(sign * 220, 0), live, prompt=220, sample="u0")
+
+
+def test_routes_of_another_answer_to_the_same_prompt():
+    """Of one length, and right in most positions, which are the prompt's."""
+    live = torch.from_numpy(tiny.routes(400, 3))
+    other = live.clone()
+    other[300:] = given(9, rows=100)
+    with pytest.raises(ReplayError, match=r"sample u0, all layers, position 300 on: the routes are of another"):
+        refuse_misplaced(other, live, prompt=300, sample="u0")
+    refuse_misplaced(other[:360], live[:360], prompt=300, sample="u0")  # too little to tell
+    refuse_misplaced(other, live, prompt=400, sample="u0")
