@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 
 from verl_tim.launch import prepare
 from verl_tim.launch.compose import compose_config, hydra_for
+from verl_tim.launch.errors import LaunchError
 from verl_tim.launch.recipes import find_recipe, group_options, recipe_names
 
 RECIPES = recipe_names()
@@ -288,3 +289,14 @@ def test_the_choice_of_rollout_changes_the_rollout_only(recipe):
             configs[rollout] = OmegaConf.to_container(config, throw_on_missing=False)
     assert [difference.key for difference in diff_configs(configs)] == []
     assert any(difference.of_rollout for difference in diff_configs(configs, include_rollout=True))
+
+
+@pytest.mark.parametrize("group", ["routing_replay", "rollout", "correction"])
+def test_a_group_of_one_option_takes_no_second(group):
+    """Hydra would compose both, the last over the first, without a word."""
+    first, second = GROUPS[group][:2]
+    with hydra_for(find_recipe("cpu_moe_grpo")), pytest.raises(LaunchError) as refused:
+        config_of("cpu_moe_grpo", {group: f"[{first},{second}]"})
+    (found,) = refused.value.findings
+    assert (found.key, found.problem.split(",")[0]) == (group, "takes one option")
+    assert f"-m {group}={first},{second}" in found.remedy

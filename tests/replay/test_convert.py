@@ -63,18 +63,22 @@ REFUSED = {
     "an id that int32 would cut": (
         edited((3, 1), [2**32 + 1, 2**32 + 2], kind=np.int64), SPARSE, "layer 2, position 3: expert id outside",
     ),
+    "a type that cuts ids": (
+        good().astype(np.int8), RouterMap((1, 2, 4), 6, 160, 2), "all positions: routes are int8, which has no room",
+    ),
     "wrong k": (good()[..., :1], SPARSE, "routes have 1 experts, the model chooses 2"),
     "a stage is not there": (good(2), ALL, "those of a pipeline stage are missing; layer 2, position 0"),
     "too many layers": (good(5), ALL, "routes have 5 layers, and the model has 4 sparse ones among 4"),
     "a stage sent nothing": (
-        edited(np.s_[:, 2:], 0, 4), ALL, "layer 2 to 3, position 0 on: all 0, as if a pipeline stage were missing",
+        edited(np.s_[:, 2:], 0, 4), ALL, "layers 2 to 3, position 0 on: all 0, as if a pipeline stage were missing",
     ),
     "a stage sent -1": (
-        edited(np.s_[:, :2], -1, 4), ALL, "layer 0 to 1, position 0 on: all -1, as if a pipeline stage were missing",
+        edited(np.s_[:, :2], -1, 4), ALL, "layers 0 to 1, position 0 on: all -1, as if a pipeline stage were missing",
     ),
+    "layers apart all zero": (edited(np.s_[:, [0, 3]], 0, 4), ALL, "layers 0, 3, position 0 on: all 0: padding"),
     "a layer all zero": (edited(np.s_[:, 1], 0), SPARSE, "layer 2, position 0 on: all 0: padding"),
     "a layer all -1": (edited(np.s_[:, 2], -1), SPARSE, "layer 4, position 0 on: all -1: padding"),
-    "everything zero": (edited(np.s_[:], 0), SPARSE, "layer 1 to 4, position 0 on: all 0: padding"),
+    "everything zero": (edited(np.s_[:], 0), SPARSE, "layers 1 to 4, position 0 on: all 0: padding"),
     "duplicate": (edited((3, 1), [5, 5]), SPARSE, r"layer 2, position 3: an expert occurs twice \(experts \[5, 5\]\)"),
     "out of range": (edited((3, 1), [5, 8]), SPARSE, r"layer 2, position 3: expert id outside \[0, 8\)"),
     "below": (edited((3, 1), [5, -2]), SPARSE, "layer 2, position 3: expert id outside"),
@@ -109,3 +113,15 @@ def test_one_expert_per_token():
     raw[3] = 2
     assert (convert(raw, one)[:-1] == raw).all()
     assert converted(raw[:1], one, prompt=1, response=1, sample="s").tolist() == [[[0]], [[-1]]]
+
+
+def test_one_expert_per_token_of_many_layers():
+    """That expert 0 is chosen in all of them at once is no route: a hole that was read as 0."""
+    deep = RouterMap(layers=tuple(range(24)), num_layers=24, num_experts=16, top_k=1)
+    raw = tiny.routes(POSITIONS, 24, experts=16, top_k=1)
+    raw[5, 1:] = 0
+    raw[5, 0] = 3
+    assert (convert(raw, deep)[:-1] == raw).all()
+    raw[5] = 0
+    with pytest.raises(ReplayError, match="sample u7_0_0, layer 0, position 5: expert 0 in all 24 layers: padding"):
+        convert(raw, deep)

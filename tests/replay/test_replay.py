@@ -42,7 +42,7 @@ def checkpointed(kind="qwen3_moe", *, reentrant: bool | None):
     return model
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "deepseek_v3"])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe"])
 def test_its_own_routes_change_no_bit(kind):
     """Recorded and given back: log-probs and gradients are those of a model without handles, bit for bit."""
     plain, model = tiny.model(kind), tiny.model(kind)
@@ -60,7 +60,7 @@ def test_its_own_routes_change_no_bit(kind):
     assert all(tiny.same_bits(theirs[name], ours[name]) for name in theirs)
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "deepseek_v3"])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe"])
 def test_given_routes_are_taken_in_their_order(kind):
     model = tiny.model(kind)
     replay = RoutingReplay(model)
@@ -304,3 +304,23 @@ def test_shifted_content_is_noticed(shift):
     # of another sequence of the same length, or of the step before
     with pytest.raises(ReplayError, match=r"sample u0, all layers, position 0 on: the routes are of another sequence"):
         refuse_misplaced(given(9, rows=100), live, prompt=30, sample="u0")
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_shift_by_a_prompt_longer_than_its_response(sign):
+    """Routes of few experts agree half by chance, so that only the shift tells."""
+    live = torch.from_numpy(tiny.routes(300, 3, experts=4))
+    refuse_misplaced(live, live, prompt=220, sample="u0")
+    with pytest.raises(ReplayError, match=rf"sample u0, .* shifted by {sign * 220} position"):
+        refuse_misplaced(live.roll(sign * 220, 0), live, prompt=220, sample="u0")
+
+
+def test_routes_of_another_answer_to_the_same_prompt():
+    """Of one length, and right in most positions, which are the prompt's."""
+    live = torch.from_numpy(tiny.routes(400, 3))
+    other = live.clone()
+    other[300:] = given(9, rows=100)
+    with pytest.raises(ReplayError, match=r"sample u0, all layers, position 300 on: the routes are of another"):
+        refuse_misplaced(other, live, prompt=300, sample="u0")
+    refuse_misplaced(other[:360], live[:360], prompt=300, sample="u0")  # too little to tell
+    refuse_misplaced(other, live, prompt=400, sample="u0")

@@ -10,13 +10,13 @@ from tests.replay import tiny
 from verl_tim.replay import ReplayError, RouterMap, RoutingReplay, find_routers
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "deepseek_v3"])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe"])
 def test_families(kind):
     routers = find_routers(tiny.model(kind))
-    assert [router.layer for router in routers] == ([1, 2] if kind == "deepseek_v3" else [0, 1, 2])
+    block_chooses = kind in ("deepseek_v3", "glm4_moe")  # their gates give logits, GLM's although it knows k
+    assert [router.layer for router in routers] == ([1, 2] if block_chooses else [0, 1, 2])
     assert {(router.top_k, router.num_experts) for router in routers} == {(tiny.TOP_K, tiny.EXPERTS)}
-    # the block chooses where its gate is a mere linear layer
-    assert routers[0].name.endswith("mlp" if kind == "deepseek_v3" else ".gate")
+    assert routers[0].name.endswith("mlp" if block_chooses else ".gate")
 
 
 def test_dense_layers_shift_no_index():

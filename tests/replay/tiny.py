@@ -33,6 +33,10 @@ def config(kind: str = "qwen3_moe", **changes):
         own = {"n_routed_experts": EXPERTS, "num_experts_per_tok": TOP_K, "n_group": 2, "topk_group": 2}
         dense = {"first_k_dense_replace": 1, "moe_intermediate_size": 16, "num_key_value_heads": 4, "head_dim": 4}
         return transformers.DeepseekV3Config(**{**_SHAPE, **mla, **own, **dense, **changes})
+    if kind == "glm4_moe":
+        own = {"n_routed_experts": EXPERTS, "num_experts_per_tok": TOP_K, "n_group": 2, "topk_group": 2}
+        dense = {"first_k_dense_replace": 1, "moe_intermediate_size": 16}
+        return transformers.Glm4MoeConfig(**{**_SHAPE, **own, **dense, **changes})
     sparse = {"num_experts": EXPERTS, "num_experts_per_tok": TOP_K, "moe_intermediate_size": 16, "norm_topk_prob": True}
     return transformers.Qwen3MoeConfig(**{**_SHAPE, **sparse, **changes})
 

@@ -100,6 +100,8 @@ REFUSED = [
     ),
     ("R3", {f"{ACTOR}.ulysses_sequence_parallel_size": 2}, f"{ACTOR}.ulysses_sequence_parallel_size"),
     ("R2", {f"{MODEL}.enable_activation_offload": True}, f"{MODEL}.enable_activation_offload"),
+    ("R2", {f"{GROUP}.record_file": "routes.pt"}, f"{GROUP}.record_file"),
+    ("R3", {f"{GROUP}.replay_file": "routes.pt"}, f"{GROUP}.replay_file"),
 ]
 
 

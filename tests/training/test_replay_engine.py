@@ -159,6 +159,18 @@ def test_r2_records_and_keeps_its_routes(folders, process_group):
         rollout.close()
 
 
+def test_a_step_that_updates_nothing_counts_for_no_other(folders, process_group):
+    """verl warms a critic up so: old log-probs, no update, weights to the rollout."""
+    trainer = TrainerSide(folders("qwen3_moe"), contract=False, replay="R3")
+    rows = drawn(folders("qwen3_moe"), trainer, "stock", count=4)
+    for _ in range(2):
+        trainer.log_probs(rows)
+        trainer.engine.get_per_tensor_param()
+    found = replay_metrics(take(trainer.train(rows, trainer.log_probs(rows), ones(rows)), REPLAY_METRIC))
+    assert found["tim/replay_pairs"] == 2 * sum(len(row.prompt) + len(row.response) - 1 for row in rows)
+    assert found["tim/replay_probed_tokens"] == len(rows[0].response)
+
+
 def test_a_reference_forward_in_the_actors_parameters_is_free(folders, process_group):
     """verl scores a reference model by switching the adapter off: those routes are neither recorded nor replayed."""
     folder = folders("qwen3_moe")
@@ -188,6 +200,11 @@ def test_what_the_worker_refuses(folders, process_group):
     def put(row, at, value):
         rows[row].routes[at] = value
 
+    def widen():
+        for row in rows:
+            row.routes = row.routes.astype(np.int64)
+        put(3, (2, 1), [1, 2**16])
+
     def cut():
         rows[2].routes = rows[2].routes[:-1]
 
@@ -200,6 +217,7 @@ def test_what_the_worker_refuses(folders, process_group):
     refused(f"sample 1 of the batch, layer 1, position {length - 2}: no route", put, 1, (length - 2, 1), -1)
     refused(f"sample 1 of the batch, layer 0, position {length - 1}: a route in part", put, 1, (length - 1, 1), [0, 1])
     refused(r"layer 1, position 2: expert id outside \[0, 4\)", put, 3, (2, 1), [1, 4])
+    refused(r"sample 3 of the batch, layer 1, position 2: expert id outside .* \(experts \[1, 65536\]\)", widen)
     refused("sample 3 of the batch, layer 1, position 2: an expert occurs twice", put, 3, (2, 1), [1, 1])
     # what verl writes where a rollout returned nothing
     refused("sample 0 of the batch, layer 0, position 0: an expert occurs twice", put, 0, np.s_[:], 0)
@@ -210,6 +228,28 @@ def test_what_the_worker_refuses(folders, process_group):
     with pytest.raises(ReplayError, match="the batch has no routed_experts"):
         trainer.log_probs(without(rows))
     trainer.log_probs(rows)  # and goes on
+
+
+def test_the_longest_sequences_are_laid_beside_the_live_choice(folders, process_group, monkeypatch):
+    """Of short ones nothing can be told."""
+    from verl_tim.training import replay_step
+
+    trainer = TrainerSide(folders("qwen3_moe"), contract=False, replay="R3")
+    rows = drawn(folders("qwen3_moe"), trainer, "stock", count=4)
+    seen = {}
+
+    def laid(given_TLK, live_TLK, *, prompt, sample):
+        assert live_TLK.shape == given_TLK.shape
+        seen[sample] = (given_TLK.numpy().copy(), prompt)
+
+    monkeypatch.setattr(replay_step, "refuse_misplaced", laid)
+    trainer.log_probs(rows)
+    longest = sorted(range(4), key=lambda number: len(rows[number].routes))[-2:]
+    assert set(seen) == {f"{number} of the batch" for number in longest}
+    for number in longest:
+        given, prompt = seen[f"{number} of the batch"]
+        assert (given == rows[number].routes).all()
+        assert prompt == len(rows[number].prompt)
 
 
 def test_rows_without_a_token_in_the_loss_need_no_routes(folders, process_group):

@@ -95,6 +95,8 @@ def full(key: str) -> str:
         (["+tim.trainer_numerics=stock"], "tim.trainer_numerics", "contract"),
         (["+tim.gates=1"], "tim", "tim.gates"),
         (["model.lora_rank=8"], "model.lora_rank", "LoRA"),
+        (["model.lora_rank=8", "model.use_fused_kernels=false", "model.fused_kernel_options.impl_backend=torch"],
+         "model.lora.merge", "would send adapters"),
         (["actor.ulysses_sequence_parallel_size=2"],
          "actor.ulysses_sequence_parallel_size", "sequence parallelism"),
         (["rollout.dtype=float32"], "rollout.dtype", "bfloat16"),

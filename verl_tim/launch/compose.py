@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 from hydra import compose, initialize_config_dir, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -16,6 +17,7 @@ from verl_tim.launch.errors import LaunchError
 from verl_tim.launch.recipes import DEFAULT_RECIPE, Recipe, closest, find_recipe, group_options
 
 RECIPE_KEY = "recipe="
+_SEVERAL = ("tracker",)  # groups of which a run may take several options
 
 
 def split_recipe(overrides: Sequence[str]) -> tuple[Recipe, list[str]]:
@@ -57,10 +59,10 @@ def compose_config(recipe: Recipe, overrides: Sequence[str], *, with_hydra: bool
     """The recipe's config with the overrides applied, interpolations unresolved, by default without Hydra's own node.
 
     Call it within `hydra_for(recipe)`. Raises LaunchError for an unknown key, group or option (with the nearest known
-    one) and for a word that Hydra cannot parse.
+    one), for several options of a group that takes one, and for a word that Hydra cannot parse.
     """
     try:
-        return compose(recipe.config_name, overrides=list(overrides), return_hydra_config=with_hydra)
+        config = compose(recipe.config_name, overrides=list(overrides), return_hydra_config=with_hydra)
     except OverrideParseException as error:
         raise LaunchError.of(
             error.override,
@@ -76,6 +78,21 @@ def compose_config(recipe: Recipe, overrides: Sequence[str], *, with_hydra: bool
         raise LaunchError.of(*_explain_group_value(overrides, error)) from error
     except (HydraException, OmegaConfBaseException) as error:
         raise LaunchError.of("config", str(error).strip(), "see the recipe's README for what can be set") from error
+    _refuse_several(overrides)
+    return config
+
+
+def _refuse_several(overrides: Sequence[str]) -> None:
+    """Hydra lays options of one group over each other, and the last would win, with what the others set left in it."""
+    options = group_options()
+    for override in OverridesParser.create().parse_overrides(list(overrides)):
+        group, value = override.key_or_group, override.value()
+        if group in options and group not in _SEVERAL and isinstance(value, list) and len(value) > 1:
+            raise LaunchError.of(
+                group,
+                f"takes one option, and {value} are {len(value)}",
+                f"known: {', '.join(options[group])}; one run for each: -m {group}={','.join(map(str, value))}",
+            )
 
 
 def _explain_group_value(overrides: Sequence[str], error: ValueError) -> tuple[str, str, str]:

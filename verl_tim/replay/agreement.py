@@ -10,7 +10,7 @@ from torch import Tensor
 from verl_tim.replay.cursor import LIVE
 from verl_tim.replay.errors import ReplayError
 
-_SHIFT_TOKENS = 64  # fewer tell nothing
+_SHIFT_TOKENS = 64  # fewer tell nothing, and half as many that lie over each other after a shift
 _SHIFT_MARGIN = 0.1
 _LEAST_OWN = 0.5  # far below what mismatch and staleness leave, and above what unrelated tokens of many experts share
 
@@ -69,7 +69,7 @@ def _overlap(a_TLK: Tensor, b_TLK: Tensor) -> Tensor:
 
 def refuse_misplaced(given_TLK: Tensor, live_TLK: Tensor, *, prompt: int, sample: str) -> None:
     """Raise where a sequence's routes look like those of other positions (by one, by its prompt's length), or of
-    another sequence.
+    another sequence, all of them or those of the response.
 
     Routes of the right shape may still stand in the wrong place. At the right one they agree with what the router would
     choose, up to the mismatch that replay is there for; at a wrong one about as well as any two tokens do. Where most
@@ -87,12 +87,15 @@ def refuse_misplaced(given_TLK: Tensor, live_TLK: Tensor, *, prompt: int, sample
     given_TLK, live_TLK = given_TLK[:count], live_TLK[:count]
     if count < _SHIFT_TOKENS or not bool(has_T[:count].all()):
         return
-    shifts = [shift for shift in (1, -1, prompt, -prompt) if abs(shift) <= count // 2]
-    scores = [_overlap(given_TLK, live_TLK).mean()]
+    # answers to one prompt share its routes, and the prompt may be most of them
+    answer = prompt if count - prompt >= _SHIFT_TOKENS else 0
+    shifts = [shift for shift in (1, -1, prompt, -prompt) if count - abs(shift) >= _SHIFT_TOKENS // 2]
+    own_T = _overlap(given_TLK, live_TLK).mean(-1)
+    scores = [own_T.mean(), own_T[answer:].mean()]
     for shift in shifts:
         a, b = (given_TLK[shift:], live_TLK[:-shift]) if shift > 0 else (given_TLK[:shift], live_TLK[-shift:])
         scores.append(_overlap(a, b).mean())
-    here, *others = torch.stack(scores).tolist()
+    here, answered, *others = torch.stack(scores).tolist()
     best = max(range(len(others)), key=others.__getitem__, default=None)
     if best is not None and others[best] > here + _SHIFT_MARGIN:
         shift = shifts[best]
@@ -101,8 +104,9 @@ def refuse_misplaced(given_TLK: Tensor, live_TLK: Tensor, *, prompt: int, sample
             f"tokens: {others[best]:.0%} of their experts are the router's own choice there, and {here:.0%} where they "
             "stand"
         )
-    if here < _LEAST_OWN:
-        raise ReplayError(
-            f"sample {sample}, all layers, position 0 on: the routes are of another sequence, or of other weights: "
-            f"only {here:.0%} of their experts are the router's own choice"
-        )
+    for start, own in ((0, here), (answer, answered)):
+        if own < _LEAST_OWN:
+            raise ReplayError(
+                f"sample {sample}, all layers, position {start} on: the routes are of another sequence, or of other "
+                f"weights: only {own:.0%} of their experts are the router's own choice"
+            )

@@ -19,6 +19,8 @@ from verl_tim.replay.cursor import LIVE
 from verl_tim.replay.errors import ReplayError
 from verl_tim.replay.routers import RouterMap
 
+_TELLING_LAYERS = 24  # routers of one expert each that all take expert 0: by chance no run ever sees it
+
 
 def converted(
     raw: Any, routers: RouterMap, *, prompt: int, response: int, sample: str, routed: int | None = None,
@@ -38,7 +40,9 @@ def converted(
     """
     routed = prompt + response - 1 if routed is None else routed
     raw_TLK = _array(raw, sample)
-    _check_shape(raw_TLK, routers, sample)
+    _check_form(raw_TLK, routers, sample)
+    # the widest type, since vLLM's may be unsigned, and an id out of range must not be cut to one in it
+    raw_TLK = raw_TLK.astype(np.int64)
     _check_length(len(raw_TLK), routed, prompt, sample, or_more)
     routes_TLK = _sparse(raw_TLK[:routed], routers, sample)
     _check_layers(routes_TLK, routers, sample)
@@ -68,12 +72,17 @@ def _array(raw: Any, sample: str) -> np.ndarray:
             f"sample {sample}, all layers, all positions: routes are {array.dtype} {list(array.shape)}, expected "
             "integers [positions, layers, k]"
         )
-    # the widest type, since vLLM's may be unsigned, and an id out of range must not be cut to one in it
-    return array.astype(np.int64)
+    return array
 
 
-def _check_shape(raw_TLK: np.ndarray, routers: RouterMap, sample: str) -> None:
+def _check_form(raw_TLK: np.ndarray, routers: RouterMap, sample: str) -> None:
     _, layers, k = raw_TLK.shape
+    most = np.iinfo(raw_TLK.dtype).max
+    if most < routers.num_experts - 1:
+        raise ReplayError(
+            f"sample {sample}, all layers, all positions: routes are {raw_TLK.dtype}, which has no room for expert "
+            f"{routers.num_experts - 1}: ids above {most} were cut to others"
+        )
     if k != routers.top_k:
         raise ReplayError(
             f"sample {sample}, all layers, all positions: routes have {k} experts, the model chooses {routers.top_k}"
@@ -130,11 +139,15 @@ def _check_layers(routes_TLK: np.ndarray, routers: RouterMap, sample: str) -> No
             continue  # one position, one expert: the first one is a route
         if blank_L.any():
             places = np.flatnonzero(blank_L)
-            first, last = (routers.layers[int(place)] for place in (places[0], places[-1]))
+            layers = [routers.layers[int(place)] for place in places]
             whole_run = len(places) > 1 and int(places[-1] - places[0]) + 1 == len(places)
             stage = whole_run and len(places) < len(routers.layers)
+            if len(layers) == 1:
+                where = f"layer {layers[0]}"
+            else:
+                where = f"layers {layers[0]} to {layers[-1]}" if whole_run else f"layers {', '.join(map(str, layers))}"
             raise ReplayError(
-                f"sample {sample}, layer {first}{f' to {last}' if len(places) > 1 else ''}, position 0 on: all "
+                f"sample {sample}, {where}, position 0 on: all "
                 f"{what}{', as if a pipeline stage were missing' if stage else ''}: padding, not routes"
             )
 
@@ -154,6 +167,9 @@ def _check_positions(routes_TLK: np.ndarray, routers: RouterMap, sample: str) ->
     )
     if routers.top_k > 1:
         refuse_where((routes_TLK == 0).all(-1), "all experts are 0: padding, not a route")
+    elif len(routers.layers) >= _TELLING_LAYERS:
+        blank_T1 = (routes_TLK == 0).all((1, 2))[:, None]
+        refuse_where(blank_T1, f"expert 0 in all {len(routers.layers)} layers: padding, not a route")
     outside_TL = ((routes_TLK < 0) | (routes_TLK >= routers.num_experts)).any(-1)
     refuse_where(outside_TL, f"expert id outside [0, {routers.num_experts})")
     ordered_TLK = np.sort(routes_TLK, -1)

@@ -1,8 +1,8 @@
 """A model's routers, found by their structure: which modules choose experts, and in which layers.
 
 A sparse block of a Hugging Face model holds `experts` and, beside them, a `gate` or `router`. In transformers 5 the
-latter chooses by itself (`Qwen3MoeTopKRouter`, `MixtralTopKRouter`, ...); before, and in some families still, it is a
-linear layer, and the block chooses. Either way the choice is one `torch.topk` over all experts in the forward of the
+latter chooses by itself (`Qwen3MoeTopKRouter`, `MixtralTopKRouter`, ...); before, and in some families still, it gives
+logits, and the block chooses. Either way the choice is one `torch.topk` over all experts in the forward of the
 module named here (`interception` holds it to that).
 """
 
@@ -19,7 +19,8 @@ from torch import nn
 from verl_tim.replay.errors import ReplayError
 
 _GATES = ("gate", "router")
-_TOP_K = ("top_k", "num_experts_per_tok", "moe_topk")
+_TOP_K = ("top_k", "num_experts_per_tok", "moe_topk", "top_k_experts")
+_CHOICE_OF_BLOCK = "route_tokens_to_experts"  # transformers' name for a block's own choice; its gate may know k as well
 NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -122,7 +123,11 @@ def _routers(model: nn.Module) -> Iterator[Router]:
                 "it would silently choose live"
             )
         router = children[gate]
-        itself = not isinstance(router, nn.Linear) and any(hasattr(router, attribute) for attribute in _TOP_K)
+        itself = (
+            not isinstance(router, nn.Linear)
+            and not hasattr(block, _CHOICE_OF_BLOCK)
+            and any(hasattr(router, attribute) for attribute in _TOP_K)
+        )
         chooser, chooser_name = (router, f"{name}.{gate}") if itself else (block, name)
         config = _text_config(model.config)
         top_k = _number((chooser, block, config), _TOP_K)

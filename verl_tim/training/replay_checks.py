@@ -15,6 +15,7 @@ from verl_tim.training.config import EXTERNAL_LIB, EXTERNAL_LIBS, reader
 from verl_tim.training.correction_config import CORRECTION_KEY, of_run
 from verl_tim.training.finding import Finding
 from verl_tim.training.replay_config import (
+    FILE_KEYS,
     FSDP,
     REPLAY_KEY,
     ROUTES_KEY,
@@ -75,6 +76,13 @@ def replay_findings(config: DictConfig, *, cpu_only: bool) -> Iterator[Finding]:
     yield from _both_ends(get, mode)
     if mode == "off":
         return
+    for key in FILE_KEYS:
+        if get(key) is not None:
+            yield Finding(
+                key,
+                f"it is {get(key)}, and nobody reads it: routes come from the step's own forward (R2) or rollout (R3)",
+                "Leave it out",
+            )
     yield from _engine(get)
     yield from _model(get)
     if mode == "r2":
@@ -100,7 +108,7 @@ def _both_ends(get: _Get, mode: Mode) -> Iterator[Finding]:
         yield Finding(
             REPLAY_KEY,
             f"R3 replays the rollout's routes, and without {ROUTES_KEY} it returns none",
-            f"Choose routing_replay=r3, which sets both, or set {ROUTES_KEY}=true",
+            f"Choose routing_replay=r3, which sets both; in a plain verl config set {ROUTES_KEY}=true",
         )
 
 
@@ -181,5 +189,5 @@ def _returned(get: _Get, cpu_only: bool) -> Iterator[Finding]:
             _AGENT_KEY,
             f"it is {manager}: verl's own agent loop fills what a rollout does not return with expert 0, and checks "
             "nothing",
-            f"Set it to {_AGENT_LOOP}",
+            f"Set it to {_AGENT_LOOP} (with + before the key on a plain verl command line)",
         )

@@ -14,6 +14,7 @@ Mode = Literal["off", "r2", "r3"]
 
 _GROUP = "actor_rollout_ref.actor.fsdp_config.router_replay"
 REPLAY_KEY = f"{_GROUP}.mode"
+FILE_KEYS = (f"{_GROUP}.record_file", f"{_GROUP}.replay_file")  # verl 0.9.1 documents them, and reads them nowhere
 # The key of verl's other engines, of its older actor, and of models that are no policy: with an FSDP actor nobody reads
 # them.
 UNREAD_KEYS = (

@@ -7,6 +7,7 @@ old log-probs records, by row of the step's batch, and every policy forward of t
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -24,7 +25,7 @@ from verl_tim.training.replay_report import Gap, Phase, ReplayReport
 
 ROUTES_FIELD = "routed_experts"
 
-_SHIFT_ROWS = 2  # sequences of each micro-batch whose routes are laid beside the live choice
+_SHIFT_ROWS = 2  # sequences of each micro-batch, its longest, whose routes are laid beside the live choice
 
 
 class ReplayStep:
@@ -69,7 +70,6 @@ class ReplayStep:
             yield
         except BaseException:
             self.clear()
-            self._sums.clear()
             raise
         finally:
             self._phase = before
@@ -85,10 +85,11 @@ class ReplayStep:
             self._free = before
 
     def clear(self) -> None:
-        """The step is over, or has failed."""
+        """The step is over, or has failed; of one that updated nothing (verl's critic warm-up) no report was taken."""
         self.replay.clear()
         self._recorded.clear()
         self._replayed = False
+        self._forget_counts()
 
     def begin(self, micro_batch: Any, input_ids: Tensor, *, packed: bool) -> None:
         """Before the forward of a micro-batch, whose model inputs are `input_ids`, (1, T) packed or (B, S) padded."""
@@ -137,8 +138,11 @@ class ReplayStep:
             before, after = torch.stack(sums).sum(0).view(2, -1).tolist()
             gaps = (self._live, self._with_routes) if phase == "old" else (Gap(), Gap())
             reports.append(ReplayReport(phase, Agreement(*before), Agreement(*after), self._host_bytes, *gaps))
-        self._sums, self._host_bytes, self._live, self._with_routes = {}, 0, Gap(), Gap()
+        self._forget_counts()
         return reports
+
+    def _forget_counts(self) -> None:
+        self._sums, self._host_bytes, self._live, self._with_routes = {}, 0, Gap(), Gap()
 
     # ------------------------------------------------------------------------------------------------------ the routes
 
@@ -172,7 +176,8 @@ class ReplayStep:
                 f"sample {names[0]}, layer {self.replay.layers[min(given_TLK.shape[1], shape[1]) - 1]}, position 0: "
                 f"routes are {list(given_TLK.shape)}, and {shape[1]} routers choose {shape[2]}: expected {list(shape)}"
             )
-        return self._checked(given_TLK.to(torch.int16), micro_batch, lengths, names)
+        # checked as they came: int16 would cut an id out of range to one in it
+        return self._checked(given_TLK, micro_batch, lengths, names).to(torch.int16)
 
     def _checked(self, given_TLK: Tensor, micro_batch: Any, lengths: Sequence[int], names: Sequence[str]) -> Tensor:
         """Every position that a log-prob of the loss depends on has a route, or the router would choose in silence."""
@@ -207,13 +212,12 @@ class ReplayStep:
         return given_TLK
 
     def _check_place(self, given_TLK: Tensor, live_TLK: Tensor, micro_batch: Any, lengths: Sequence[int]) -> None:
-        names, first = _names(micro_batch, len(lengths)), 0
-        responses = _response_lengths(micro_batch)
-        for place, length in enumerate(lengths[:_SHIFT_ROWS]):
-            part = slice(first, first + length)
-            prompt = length - int(responses[place])
+        names, responses = _names(micro_batch, len(lengths)), _response_lengths(micro_batch)
+        ends = list(itertools.accumulate(lengths))
+        for place in sorted(range(len(lengths)), key=lengths.__getitem__)[-_SHIFT_ROWS:]:
+            part = slice(ends[place] - lengths[place], ends[place])
+            prompt = lengths[place] - int(responses[place])
             refuse_misplaced(given_TLK[part], live_TLK[part], prompt=prompt, sample=names[place])
-            first += length
 
 
 def _extended(given_TLK: Tensor, rows: int) -> Tensor:

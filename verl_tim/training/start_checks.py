@@ -289,7 +289,8 @@ def _dtypes(view: View, _: Cluster | None) -> Iterator[Finding]:
 
 
 def _rollout(view: View, _: Cluster | None) -> Iterator[Finding]:
-    """Settings that vexact and stock cannot honour, options they do not know, and log-probs that are not recorded."""
+    """Settings that vexact and stock cannot honour, options they do not know, LoRA adapters that are not merged, and
+    log-probs that are not recorded."""
     if not view.rollout_is_ours:
         return
     from verl_tim.rollout.options import refusals, rollout_options
@@ -309,6 +310,16 @@ def _rollout(view: View, _: Cluster | None) -> Iterator[Finding]:
             "actor_rollout_ref.rollout.calculate_log_probs",
             "without the rollout's log-probs nothing can be compared or corrected",
             "Set it to true",
+        )
+    if (
+        not view.contract  # which covers no LoRA at all
+        and int(view.get("actor_rollout_ref.model.lora_rank", 0)) > 0
+        and not view.get("actor_rollout_ref.model.lora.merge", False)
+    ):
+        yield Finding(
+            "actor_rollout_ref.model.lora.merge",
+            f"rollout {view.get('actor_rollout_ref.rollout.name')} takes whole weights, and verl would send adapters",
+            "Set it to true, or actor_rollout_ref.model.lora_rank=0",
         )
     for name, value in sorted(view.get("actor_rollout_ref.model.override_config", {}).items()):
         # the rollout drops nothing out either

@@ -50,7 +50,12 @@ _START_CHECKS: dict[str, tuple[str, Severity, tuple[str, ...]]] = {
     "_rollout": (
         "rollout",
         Severity.STOPS,
-        (ROLLOUT, f"{ROLLOUT}.tensor_model_parallel_size", f"{ROLLOUT}.engine_kwargs.vexact"),
+        (
+            ROLLOUT,
+            f"{ROLLOUT}.tensor_model_parallel_size",
+            f"{ROLLOUT}.engine_kwargs.vexact",
+            f"{MODEL}.lora.merge",
+        ),
     ),
     "_model": ("architecture", Severity.STOPS, (f"{MODEL}.path",)),
     "_data": ("data-schema", Severity.STOPS, ("data.train_files", "data.val_files")),
