@@ -59,7 +59,7 @@ from verl_tim.training.startup import (
 from verl_tim.training.tracking import closed_at_the_end
 
 # What is final before the step's first forward; the mask, too, since verl's own rejection does not touch it
-# (`plugin.patch_native_correction`). The workers read the batch when they begin, and are not to be kept waiting.
+# (`plugin.patch_native_correction`).
 EARLY_FIELDS = (
     "prompts",
     "responses",
@@ -70,7 +70,7 @@ EARLY_FIELDS = (
     "data_source",
     "index",
 )
-EARLY_DELAY = 0.5  # seconds
+EARLY_DELAY = 0.5  # seconds; the workers read the batch when they begin, and are not to be kept waiting
 
 if TYPE_CHECKING:
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
@@ -310,7 +310,7 @@ class TimTrainer(_Base):
         self.correction.check_schedule(optimizer_steps(self.config, len(batch.keys)) * self.parameter_sync_step)
         with self.observer.timed():
             step_batch = self._step_batch(batch)
-            self.observer.before_update(self.global_steps, step_batch)
+            self.observer.before_update(self.global_steps, step_batch, whole=self.parameter_sync_step == 1)
         worker_group = self.actor_rollout_wg
         taker = _Taker(worker_group)
         self.actor_rollout_wg = taker
