@@ -224,8 +224,9 @@ class TimTrainer(_Base):
             self._recorded = [Recorded.of_wire(entry.get(RECORDED_FIELD)) for entry in self._extra]
             rows = torch.arange(len(batch.keys)).unsqueeze(1)
             batch = self._put(batch, {ROW_FIELD: rows, SAMPLED_FIELD: marked_rows(self._recorded)})
-            early = self.observer.errands.send(self._fields, batch, *EARLY_FIELDS, delay=EARLY_DELAY)
-            self._early = list(batch.keys), early
+            if self.config.trainer.critic_warmup <= self.global_steps:  # else verl leaves the update out
+                early = self.observer.errands.send(self._fields, batch, *EARLY_FIELDS, delay=EARLY_DELAY)
+                self._early = list(batch.keys), early
         if self.correction is not None and self.correction.old_forward:
             batch.extra_info.update(
                 calculate_entropy=False,
