@@ -158,7 +158,7 @@ def test_tied_ranks_are_shared():
     assert mean_ranks(torch.tensor([3.0, 1.0, 3.0, 2.0])).tolist() == [3.5, 1.0, 3.5, 2.0]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.tuples(st.sampled_from([-2.0, -0.0, 0.0, 0.5, 3.0]), st.integers(1, 4)), max_size=12))
 @example([])
 @example([(0.0, 1), (0.5, 1), (3.0, 1)])
@@ -168,7 +168,7 @@ def test_ranks_by_counting(runs):
     assert mean_ranks(torch.tensor(values, dtype=torch.float64)).tolist() == wanted
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.integers(0, 4), max_size=8))
 @example([0, 3, 0, 0, 2, 0])
 def test_sums_of_stretches(counts):

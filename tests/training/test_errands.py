@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -52,13 +52,43 @@ def test_a_delay_ends_by_itself():
     assert begun.wait(30)
 
 
-def test_their_time_is_told_once_and_without_the_delay():
-    errands = Errands()
-    errands.send(time.sleep, 0.02).result()
-    late = errands.send(lambda: None, delay=0.2)
-    time.sleep(0.05)
-    late.result()
-    with pytest.raises(ZeroDivisionError):
-        errands.send(lambda: 1 / 0).result()
-    assert 0.02 <= errands.seconds() < 0.05
+class Clock:
+    """Goes on by what is added to it."""
+
+    def __init__(self, monkeypatch):
+        self.now = 0.0
+        monkeypatch.setattr("verl_tim.training.errands.time", SimpleNamespace(perf_counter=lambda: self.now))
+
+    def add(self, seconds):
+        self.now += seconds
+
+
+def done_so_far(errands):
+    """Waits for all that were sent, without asking for a result."""
+    done = threading.Event()
+    errands.send(done.set)
+    assert done.wait(30)
+
+
+def test_their_time_is_told_once(monkeypatch):
+    clock, errands = Clock(monkeypatch), Errands()
+
+    def broken():
+        clock.add(2)
+        raise ValueError
+
+    errands.send(clock.add, 3)
+    errands.send(broken)
+    done_so_far(errands)
+    assert errands.seconds() == 5
     assert errands.seconds() == 0
+
+
+def test_time_in_which_somebody_waited_is_none_of_theirs(monkeypatch):
+    clock, errands = Clock(monkeypatch), Errands()
+    errands.send(clock.add, 3)
+    done_so_far(errands)
+    late = errands.send(clock.add, 4, delay=600)
+    clock.add(7)  # it has not begun
+    late.result()
+    assert errands.seconds() == 3

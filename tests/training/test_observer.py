@@ -458,16 +458,20 @@ def test_how_many_micro_batches_are_looked_at_together_changes_nothing(monkeypat
 def test_what_needs_no_loss_is_computed_while_the_workers_update(monkeypatch):
     step_batch = batch()
     step_batch.rollout_log_probs_BT += 0.25
-    threads, plain = [], StepObserver._mismatch
+    threads, plain, done = [], StepObserver._mismatch, threading.Event()
 
     def watched(self, *args):
         threads.append(threading.current_thread())
-        return plain(self, *args)
+        found = plain(self, *args)
+        done.set()
+        return found
 
     monkeypatch.setattr(StepObserver, "_mismatch", watched)
     want = observer(gated=False).after_update(7, step_batch, records(step_batch))
     made = observer(gated=False)
+    done.clear()
     made.before_update(7, step_batch)
+    assert done.wait(30), "the update takes longer"
     assert made.after_update(7, step_batch, records(step_batch)) == want
     assert len(threads) == 2
     assert threads[0] is threading.current_thread()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 
 from verl_tim.training.errands import Errands
 from verl_tim.training.trainer_v1 import EARLY_FIELDS, TimTrainerSync, in_order_of_data
@@ -96,6 +97,23 @@ def test_what_was_fetched_early_is_not_fetched_again():
     assert found.tokens == 8
     ahead.step_batch()
     assert ahead.asked[2] == everything, "what was fetched early is of one step"
+
+
+@pytest.mark.parametrize("step", [2, 3])
+def test_a_step_that_only_warms_up_the_critic_fetches_nothing_early(monkeypatch, step):
+    batch = KVBatchMeta(keys=["a_0_0", "b_0_0"], tags=[{}, {}], partition_id="train")
+    trainer = object.__new__(TimTrainerSync)
+    trainer.observer, trainer.global_steps = SimpleNamespace(errands=Errands()), step
+    trainer.config = SimpleNamespace(trainer=SimpleNamespace(critic_warmup=3))
+    trainer.correction = trainer.reuse = trainer._early = None
+    asked = []
+    monkeypatch.setattr(TimTrainerSync, "_fields", lambda self, _, *names: asked.append(names) or {names[0]: [{}, {}]})
+    monkeypatch.setattr(TimTrainerSync, "_put", lambda self, batch, fields: batch)
+    monkeypatch.setattr(PPOTrainerSync, "_compute_old_log_prob", lambda self, batch, metrics: batch)
+    assert trainer._compute_old_log_prob(batch, {}) is batch
+    trainer.observer.errands.send(int).result()
+    assert asked == [("extra_fields",), *([EARLY_FIELDS] if step == 3 else [])]
+    assert (trainer._early is None) == (step == 2)
 
 
 def test_what_was_fetched_for_other_rows_is_not_taken():

@@ -16,7 +16,7 @@ from verl_tim.replay import Agreement
 from verl_tim.rollout.versions import UNKNOWN
 from verl_tim.training.config import ConfigError, DumpConfig, SamplesConfig, TimConfig
 from verl_tim.training.forward_records import ForwardRecord
-from verl_tim.training.observer import MismatchError, StepBatch
+from verl_tim.training.observer import MismatchError, StepBatch, StepObserver
 from verl_tim.training.replay_report import ReplayReport
 from verl_tim.training.trainer_v1 import _Part
 
@@ -183,16 +183,18 @@ def test_parts_of_different_width_are_padded():
     assert StepBatch.joined([first, without]).rollout_log_probs_BT is None
 
 
-def test_a_step_in_parts_reports_as_one(tmp_path):
+def test_a_step_in_parts_reports_as_one(tmp_path, monkeypatch):
     whole, parts = halves()
     plain = observer(TimConfig())
     plain.before_update(STEP, whole)
     want = plain.after_update(STEP, whole, records(whole))
     (tmp_path / "config.yaml").write_text("{}")
     tim = TimConfig(run_dir=str(tmp_path), dump=DumpConfig(every=1), samples=SamplesConfig(per_step=1))
-    made, updated = observer(tim), []
+    made, updated, looked = observer(tim), [], []
+    mismatch = StepObserver._mismatch
+    monkeypatch.setattr(StepObserver, "_mismatch", lambda *args: looked.append(args[2]) or mismatch(*args))
     for number, part in enumerate(parts):
-        made.before_update(STEP, part)
+        made.before_update(STEP, part, whole=False)
         seen = [dataclasses.replace(record, row_B=record.row_B - 2 * number) for record in [records(whole)[number]]]
         made.dump_update(STEP, seen, ())
         replayed = ReplayReport("old", Agreement(pairs=1), Agreement(pairs=1))
@@ -202,6 +204,7 @@ def test_a_step_in_parts_reports_as_one(tmp_path):
     assert [forward.row for forward in joined.forwards] == [0, 2]
     assert len(joined.replays) == len(updated)
     assert made.after_update(STEP, joined.batch, joined.records) == want
+    assert [one is joined.batch for one in looked] == [True], "of a part nothing is computed that nobody asks for"
     files = sorted(path.name for path in (tmp_path / "dumps").iterdir())
     assert files == [
         "step_000007.pt", "step_000007_part1.pt", "update_000007.pt", "update_000007_part1.pt",

@@ -57,7 +57,7 @@ class Choices:
         # of a conversation the rollout's record covers the first turn, the trainer's the whole response
         lengths = [min(valid_BT.shape[1], len(self.rollout[row].top1_N), len(self.train[row].top1_R)) for row in rows]
         width = max(*lengths, 1)
-        valid_ST = valid_BT[rows, :width].clone()
+        valid_ST = valid_BT[rows, :width]  # a copy
         top1 = [torch.full((len(rows), width), -1, dtype=torch.int64) for _ in range(2)]
         routed = [one.routes_RLK for one in self.train.values() if one.routes_RLK is not None]
         routes = None

@@ -190,10 +190,12 @@ class StepObserver:
 
     # ------------------------------------------------------------------------------------------------- two moments
 
-    def before_update(self, step: int, batch: StepBatch) -> None:
-        """Dump, samples and, where the trainer has scored the batch, the gate.
+    def before_update(self, step: int, batch: StepBatch, *, whole: bool = True) -> None:
+        """Dump, samples and, where the trainer has scored the batch, the gate and the beginning of the metrics.
 
-        A step whose batch comes in parts, each with an update of its own, calls it for each part.
+        Args:
+            whole: False where the step's batch comes in parts, each with an update of its own, and this is one of them.
+                Metrics are of all parts, so none can begin.
 
         Raises:
             MismatchError: the gate found a differing bit and `tim.gate.on_mismatch` is stop.
@@ -210,8 +212,7 @@ class StepObserver:
                     "actor_rollout_ref.rollout.calculate_log_probs=true"
                 )
             self._gate(step, batch, batch.old_log_probs_BT, batch.response_mask_BT)
-        if self._part == 0 and batch.old_log_probs_BT is not None and batch.rollout_log_probs_BT is not None:
-            # of a step in several parts the metrics are of the whole, which nobody has yet
+        if whole and batch.old_log_probs_BT is not None and batch.rollout_log_probs_BT is not None:
             self._ahead = batch, self.errands.send(self._mismatch, step, batch)
         if self.reuse is None:
             return
@@ -482,11 +483,13 @@ class StepObserver:
 def _in_chunks(records: Sequence[LossRecord], rows: int) -> Iterator[list[LossRecord]]:
     """Records that follow each other, together until they have that many rows."""
     chunk: list[LossRecord] = []
+    held = 0
     for record in records:
         chunk.append(record)
-        if sum(len(one.row_B) for one in chunk) >= rows:
+        held += len(record.row_B)
+        if held >= rows:
             yield chunk
-            chunk = []
+            chunk, held = [], 0
     if chunk:
         yield chunk
 

@@ -59,7 +59,7 @@ from verl_tim.training.startup import (
 from verl_tim.training.tracking import closed_at_the_end
 
 # What is final before the step's first forward; the mask, too, since verl's own rejection does not touch it
-# (`plugin.patch_native_correction`). The workers read the batch when they begin, and are not to be kept waiting.
+# (`plugin.patch_native_correction`).
 EARLY_FIELDS = (
     "prompts",
     "responses",
@@ -70,7 +70,7 @@ EARLY_FIELDS = (
     "data_source",
     "index",
 )
-EARLY_DELAY = 0.5  # seconds
+EARLY_DELAY = 0.5  # seconds; the workers read the batch when they begin, and are not to be kept waiting
 
 if TYPE_CHECKING:
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
@@ -224,8 +224,9 @@ class TimTrainer(_Base):
             self._recorded = [Recorded.of_wire(entry.get(RECORDED_FIELD)) for entry in self._extra]
             rows = torch.arange(len(batch.keys)).unsqueeze(1)
             batch = self._put(batch, {ROW_FIELD: rows, SAMPLED_FIELD: marked_rows(self._recorded)})
-            early = self.observer.errands.send(self._fields, batch, *EARLY_FIELDS, delay=EARLY_DELAY)
-            self._early = list(batch.keys), early
+            if self.config.trainer.critic_warmup <= self.global_steps:  # else verl leaves the update out
+                early = self.observer.errands.send(self._fields, batch, *EARLY_FIELDS, delay=EARLY_DELAY)
+                self._early = list(batch.keys), early
         if self.correction is not None and self.correction.old_forward:
             batch.extra_info.update(
                 calculate_entropy=False,
@@ -310,7 +311,7 @@ class TimTrainer(_Base):
         self.correction.check_schedule(optimizer_steps(self.config, len(batch.keys)) * self.parameter_sync_step)
         with self.observer.timed():
             step_batch = self._step_batch(batch)
-            self.observer.before_update(self.global_steps, step_batch)
+            self.observer.before_update(self.global_steps, step_batch, whole=self.parameter_sync_step == 1)
         worker_group = self.actor_rollout_wg
         taker = _Taker(worker_group)
         self.actor_rollout_wg = taker

@@ -129,8 +129,9 @@ class OpDifference:
             self.first = (sequence, first_position + int(other_T.nonzero()[0]))
 
     def to_dict(self) -> dict[str, Any]:
+        """For JSON; `max_ulp` and `ulp_format` in place of what they are computed from."""
         return {
-            **asdict(self),
+            **{name: value for name, value in asdict(self).items() if name not in ("max_steps", "narrow")},
             "layer": self.layer,
             "op": self.op,
             "max_ulp": self.max_ulp,

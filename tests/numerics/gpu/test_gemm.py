@@ -82,6 +82,29 @@ def test_forbidding_takes_another_schedule_and_shows():
         gemm.gemm(x, weight)
 
 
+@pytest.mark.parametrize("library", [object(), None])
+def test_few_rows_are_streamed_where_the_sweep_showed_that_it_pays(library, monkeypatch):
+    """The shapes of docs/benchmarks.md, and what one row more takes."""
+    monkeypatch.setattr(cublaslt, "library", lambda: library)
+    cuda = torch.device("cuda")
+    for inner, outputs, streams in (
+        (2048, (2048, 4096, 5120, 12288, 151936), True),
+        (4096, (2048,), False),
+        (6144, (2048,), False),
+    ):
+        for count in outputs:
+            for rows in (1, 9, 16, 17):
+                names = [schedule.name for schedule in gemm._candidates(rows, count, inner, cuda)]
+                assert len(set(names)) == len(names)
+                assert names[-1] == gemm.REFERENCE.name
+                assert names[0].startswith("triton:") == (library is None or (streams and rows <= 16)), names
+                assert ("16x" in names[0]) == (rows <= 16 and (library is None or streams)), names
+    # programs of 32 columns as long as there is a multiprocessor for each
+    assert gemm._choose(16, 4096, 2048, cuda) is gemm._STREAM
+    assert gemm._choose(16, 5120, 2048, cuda) is gemm._STREAM_MORE
+    assert gemm._choose(16, 12288, 2048, cuda) is gemm._STREAM_WIDE
+
+
 def test_refuses_what_it_cannot_serve():
     x, weight, bias = _inputs(3, 64, 64)
     with pytest.raises(ContractError, match=r"both must be torch\.bfloat16"):
