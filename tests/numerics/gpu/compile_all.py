@@ -46,7 +46,10 @@ class _Driver:
 
 
 def _compile_only(capability: int) -> None:
+    from verl_tim.numerics.gpu import processor
+
     driver.set_active(_Driver(capability))
+    processor._shared_bytes = lambda device: SHARED_BYTES[capability]
     run = JITFunction.run
 
     def compiled(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
@@ -103,12 +106,9 @@ def row_operations() -> None:
 
 def attention() -> None:
     from verl_tim.numerics.gpu import attention as op
-    from verl_tim.numerics.gpu import attention_backward, attention_prefill
     from verl_tim.numerics.gpu.attention_decode import decode, scratch_elements
     from verl_tim.numerics.gpu.attention_plan import DecodePlan, PackedPlan
 
-    for module in (attention_backward, attention_prefill):
-        module.shared_bytes = lambda device: SHARED_BYTES[driver.active.get_current_target().arch]
     for heads, kv_heads, dim in (
         (16, 8, 128),
         (32, 4, 128),

@@ -16,7 +16,7 @@ import torch
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from verl_tim.numerics.gpu import attention_plan, cublaslt, probe, rehearsal
+from verl_tim.numerics.gpu import cublaslt, probe, processor, rehearsal
 from verl_tim.numerics.probe import ProbeReport, ProbeShapes
 
 from .compile_all import SHARED_BYTES, _Driver
@@ -30,8 +30,8 @@ SHAPES = ProbeShapes(
 def main(threads: int) -> None:
     driver.set_active(_Driver(90))
     torch.cuda.get_device_capability = lambda device=None: (9, 0)
-    attention_plan._multiprocessors = lambda device: 132
-    attention_plan._shared_bytes = lambda device: SHARED_BYTES[90]
+    processor._multiprocessors = lambda device: 132
+    processor._shared_bytes = lambda device: SHARED_BYTES[90]
     cublaslt.library = lambda: object()  # of which a rehearsal asks nothing
     rehearsal.threads = lambda: threads
     functions: dict[JITFunction, None] = {}

@@ -86,6 +86,7 @@ def test_forbidding_takes_another_schedule_and_shows():
 def test_few_rows_are_streamed_where_the_sweep_showed_that_it_pays(library, monkeypatch):
     """The shapes of docs/benchmarks.md, and what one row more takes."""
     monkeypatch.setattr(cublaslt, "library", lambda: library)
+    monkeypatch.setattr(gemm, "shared_bytes", lambda device: 227 << 10)
     cuda = torch.device("cuda")
     for inner, outputs, streams in (
         (2048, (2048, 4096, 5120, 12288, 151936), True),
@@ -297,3 +298,11 @@ def test_swiglu_in_the_product_at_model_sizes(inner_size, depth):
         got = few_rows.swiglu(x[:rows], weight)
         assert got is not None
         assert same_bits(got, want[:rows]), f"{rows} rows"
+
+
+def test_no_schedule_takes_more_shared_memory_than_the_device_has(monkeypatch):
+    sizes = [(16, outputs, inner) for outputs in (2048, 6144, 12288) for inner in (2048, 6144)]
+    every = {s.name for size in sizes for s in gemm.schedules(*size, "cpu")}
+    monkeypatch.setattr(gemm, "shared_bytes", lambda device: 99 << 10)  # of an L40S
+    fewer = {s.name for size in sizes for s in gemm.schedules(*size, "cpu")}
+    assert every - fewer == {"triton:16x32x256/4w6s"}

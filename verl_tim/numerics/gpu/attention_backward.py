@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from verl_tim.numerics.gpu.attention_plan import PackedPlan, shared_bytes
+from verl_tim.numerics.gpu.attention_plan import PackedPlan
+from verl_tim.numerics.gpu.processor import shared_bytes
 
 
 @triton.jit

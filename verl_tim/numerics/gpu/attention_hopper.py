@@ -24,7 +24,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from verl_tim.numerics.contract import CHUNK_KEYS, KEY_BLOCK, deciding_device
 from verl_tim.numerics.gpu.attention_block import LOG2_E
-from verl_tim.numerics.gpu.attention_plan import multiprocessors
+from verl_tim.numerics.gpu.processor import multiprocessors
 
 ROWS = 128
 HEAD_DIMS = (64, 128)

@@ -7,17 +7,16 @@ built on the device without a synchronisation, so that it can be captured in a C
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.runtime import driver
 
-from verl_tim.numerics.contract import ContractError, deciding_device
+from verl_tim.numerics.contract import ContractError
 from verl_tim.numerics.gpu.attention_block import CHUNK
 from verl_tim.numerics.gpu.overlap import begin, launch
+from verl_tim.numerics.gpu.processor import multiprocessors
 
 STATE_SLOTS = 2048
 """Chunk states that fit in the scratch of a decode; sequences beyond it are walked by one program each."""
@@ -159,16 +158,6 @@ def _plan_decode(
     tl.store(items_ptr + rest * 8 + 2, rest * 0, mask=(rest >= tl.sum(splits, 0)) & (rest < num_items))
 
 
-def multiprocessors(device: torch.device) -> int:
-    """Of a GPU; 4 in the interpreter."""
-    return _multiprocessors(deciding_device(device))
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-
-
 def _shape_of_work(pairs: int, max_context: int) -> tuple[int, int]:
     """(programs wanted, in multiples of the multiprocessors; loads in flight per program), as measured on an H200.
 
@@ -178,18 +167,6 @@ def _shape_of_work(pairs: int, max_context: int) -> tuple[int, int]:
     if pairs >= _MANY_PROGRAMS:
         return 4, 3
     return (16, 2) if max_context > _LONG_CONTEXT else (8, 3)
-
-
-def shared_bytes(device: torch.device) -> int:
-    """Shared memory that one program may take; that of an H100 in the interpreter."""
-    return _shared_bytes(deciding_device(device))
-
-
-@cache
-def _shared_bytes(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 227 << 10
-    return int(driver.active.utils.get_device_properties(device.index or 0)["max_shared_mem"])
 
 
 class DecodePlan:

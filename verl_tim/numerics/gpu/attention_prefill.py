@@ -17,7 +17,7 @@ from verl_tim.numerics.gpu.attention_block import (
     merge_chunk,
 )
 from verl_tim.numerics.gpu.attention_keys import key_pages, key_rows, load_block
-from verl_tim.numerics.gpu.attention_plan import shared_bytes
+from verl_tim.numerics.gpu.processor import shared_bytes
 
 
 @triton.jit

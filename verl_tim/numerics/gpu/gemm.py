@@ -22,6 +22,7 @@ from torch import Tensor
 
 from verl_tim.numerics.contract import ContractError, deciding_device
 from verl_tim.numerics.gpu import cublaslt, few_rows
+from verl_tim.numerics.gpu.processor import shared_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -32,16 +33,19 @@ Serves = Callable[[Tensor, Tensor, "Tensor | None", Tensor], bool]
 @dataclass(frozen=True)
 class Schedule:
     """name: as `forbid` takes it; run(x_TK, weight_NK, bias_N, out_TN): writes the product, whatever `out`'s dtype;
-    serves: whether it can take these tensors (alignment)."""
+    serves: whether it can take these tensors (alignment); shared: bytes of shared memory that one program takes."""
 
     name: str
     run: Run
     serves: Serves = lambda *_: True
+    shared: int = 0
 
 
 def _triton(bm: int, bn: int, bk: int, swap: bool, warps: int, stages: int) -> Schedule:
     name = f"triton:{bm}x{bn}x{bk}{'t' if swap else ''}/{warps}w{stages}s"
-    return Schedule(name, functools.partial(few_rows.run, bm=bm, bn=bn, bk=bk, swap=swap, warps=warps, stages=stages))
+    run = functools.partial(few_rows.run, bm=bm, bn=bn, bk=bk, swap=swap, warps=warps, stages=stages)
+    # one stage more on Hopper where the matrix unit reads from there, which has room for all of these
+    return Schedule(name, run, shared=(stages - 1) * (bm + bn) * bk * 2)
 
 
 def _cublaslt(rank: int) -> Schedule:
@@ -98,6 +102,7 @@ def _candidates(rows: int, outputs: int, inner: int, device: torch.device) -> li
         streams = [_STREAM_MORE, _STREAM_WIDE, _STREAM, _STREAM_LONG]
     else:
         streams = [_STREAM, _STREAM_MORE, _STREAM_WIDE, _STREAM_LONG]
+    streams = [stream for stream in streams if stream.shared <= shared_bytes(device)]
     return [*libraries, *streams, REFERENCE] if inner > 2048 and libraries else [*streams, *libraries, REFERENCE]
 
 
