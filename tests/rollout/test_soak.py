@@ -126,7 +126,7 @@ async def test_a_server_on_a_gpu_after_many_steps(folder, in_flight):
     memory = {"gpu_memory_utilization": 0.1, "free_cache_engine": True, "enforce_eager": False}
     server = make(folder, device="cuda:0", max_num_seqs=64, engine_kwargs={"vexact": options}, **memory)
     try:
-        await soak(server, load_file(f"{folder}/model.safetensors"), 60, 400)
+        await soak(server, load_file(f"{folder}/model.safetensors"), 25, 200)
     finally:
         server.engine.shutdown()
 
