@@ -78,8 +78,10 @@ class CommandWithJson(TyperCommand):
         except (typer.Exit, typer.Abort, typer.BadParameter):
             raise  # a result's exit code, or a usage error of typer's
         except KeyboardInterrupt:
-            _print_end(ctx, 130, "it was interrupted, and has no result", "run it again")
-            raise  # typer's exit code 130
+            from verl_tim.launch.process import INTERRUPTED
+
+            _print_end(ctx, INTERRUPTED, "it was interrupted, and has no result", "run it again")
+            raise  # typer ends with that code, too
         except Exception as error:
             _print_end(ctx, 1, f"{type(error).__name__}: {error}", "the traceback on stderr says where")
             raise

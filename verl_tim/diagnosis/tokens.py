@@ -6,13 +6,13 @@ from it too.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from verl_tim.correction.ratios import finite
 from verl_tim.diagnosis.stats import places
 
 FIELDS_2D = "(batch, response tokens)"
@@ -49,8 +49,9 @@ def check_field(name: str, x: Tensor, shape: torch.Size, *, floating: bool) -> N
 
 def finite_fp32(x: Tensor) -> Tensor:
     """Elementwise: finite when taken as fp32 (the width in which log-probs are recorded)."""
-    # what float64 rounds to fp32's infinity begins half a step behind fp32's largest
-    return x.abs() < (_ROUNDS_TO_INFINITY if x.dtype == torch.float64 else math.inf)
+    if x.dtype == torch.float64:  # what rounds to fp32's infinity begins half a step behind fp32's largest
+        return x.abs() < _ROUNDS_TO_INFINITY
+    return finite(x)
 
 
 def turn_numbers(mask_BT: Tensor) -> Tensor:

@@ -19,12 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl_tim.correction.ratios import finite
 from verl_tim.diagnosis.estimators import trainer_self_delta
 from verl_tim.diagnosis.gate import BitReport, GateError, compare_bits
 from verl_tim.diagnosis.loss_ratio import LossRatioSums
 from verl_tim.diagnosis.metrics import BatchMismatch
 from verl_tim.diagnosis.run_folder import RunFolder, Sample
+from verl_tim.diagnosis.tokens import finite_fp32
 from verl_tim.rollout.recorded import Recorded
 from verl_tim.rollout.versions import UNKNOWN
 from verl_tim.training.baseline_gate import BaselineGate
@@ -254,7 +254,7 @@ class StepObserver:
         metrics |= self._coverage(step, batch)
         if choices.rollout and choices.train:
             train_BT = batch.old_log_probs_BT if batch.old_log_probs_BT is not None else seen.log_prob_BT
-            valid_BT = batch.response_mask_BT.bool() & finite(train_BT) & finite(batch.rollout_log_probs_BT)
+            valid_BT = batch.response_mask_BT.bool() & finite_fp32(train_BT) & finite_fp32(batch.rollout_log_probs_BT)
             # other weights choose otherwise, which is no mismatch
             metrics |= choices.metrics(valid_BT & self.within_lag(step, batch, 0))
         return metrics | (self.baseline.check(step, metrics) if self.baseline is not None else {})
