@@ -28,7 +28,7 @@ from verl_tim.models.taps import record, record_calls
 from verl_tim.verification.cause import name_cause
 from verl_tim.verification.engine_dump import DumpedSequence
 from verl_tim.verification.replay import response_hidden, response_log_probs, response_logits
-from verl_tim.verification.subject import Prompt, Subject, compare, padded, trainer_temperature
+from verl_tim.verification.subject import Prompt, Subject, bound, compare, padded, trainer_temperature
 
 Drawn = Sequence[tuple[Prompt, RequestOutput]]
 
@@ -60,7 +60,7 @@ def six_rungs(primary: Subject, dense: Subject, moe: Subject) -> list[Rung]:
         (primary, [each_version]),
     ]
     return [
-        Rung(name, [_scenario(s, subject) for s in scenarios])
+        Rung(name, [bound(s, subject) for s in scenarios])
         for name, (subject, scenarios) in zip(RUNGS, plan, strict=True)
     ]
 
@@ -84,16 +84,6 @@ def dumped_rung(subject: Subject, dumped: Sequence[DumpedSequence], *, moe: bool
         )
 
     return Rung(RUNGS[4] if moe else RUNGS[2], [("trainer against file", run)])
-
-
-def _scenario(
-    scenario: Callable[[Subject], ScenarioResult], subject: Subject
-) -> tuple[str, Callable[[], ScenarioResult]]:
-    def run() -> ScenarioResult:
-        began = time.perf_counter()
-        return dataclasses.replace(scenario(subject), seconds=time.perf_counter() - began)
-
-    return (scenario.__doc__ or scenario.__name__).split(".")[0].split(":")[0], run
 
 
 # ---------------------------------------------------------------------------------------------------- 1 reproducible

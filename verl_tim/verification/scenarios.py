@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,10 +14,11 @@ from verl_tim.diagnosis.gate import Rung, ScenarioResult
 from verl_tim.engine.core import RequestOutput
 from verl_tim.engine.engine import Engine
 from verl_tim.verification.cause import name_cause
-from verl_tim.verification.subject import Prompt, Subject, compare, padded
+from verl_tim.verification.subject import Prompt, Subject, bound, compare, padded
 
 Drawn = list[tuple[Prompt, RequestOutput]]
 
+UNCERTAIN = "log-probs other than 0"
 TEMPERATURES = (0.0, 0.6, 1.0, 1.3)
 TRUNCATIONS: tuple[dict[str, Any], ...] = ({"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.2}, {"top_k": 8, "top_p": 0.9})
 
@@ -27,15 +27,7 @@ def ladder(subject: Subject) -> list[Rung]:
     """All scenarios in order, grouped into rungs; later rungs are not reached once one has failed."""
 
     def rung(name: str, *scenarios: Callable[[Subject], ScenarioResult]) -> Rung:
-        def bind(scenario: Callable[[Subject], ScenarioResult]) -> Callable[[], ScenarioResult]:
-            def run() -> ScenarioResult:
-                began = time.perf_counter()
-                result = scenario(subject)
-                return dataclasses.replace(result, seconds=time.perf_counter() - began)
-
-            return run
-
-        return Rung(name, [((s.__doc__ or s.__name__).split(".")[0].split(":")[0], bind(s)) for s in scenarios])
+        return Rung(name, [bound(scenario, subject) for scenario in scenarios])
 
     return [
         rung("batch", alone_and_in_company, trainer_layouts),
@@ -319,6 +311,9 @@ def _judge(
     scored: Sequence[Tensor] | None = None,
 ) -> ScenarioResult:
     report = compare(drawn, subject.score(drawn) if scored is None else scored)
+    # bits of a model that is certain of every token are equal whatever the kernels do
+    counts = {**counts, UNCERTAIN: sum(value != 0.0 for _, output in drawn for value in output.log_probs)}
+    required = (*required, UNCERTAIN)
     parted = None
     if subject.exact and report.first is not None:
         prompt, output = drawn[report.first.row]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,14 +12,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl_tim.diagnosis.gate import BitReport, compare_bits
+from verl_tim.diagnosis.gate import BitReport, ScenarioResult, compare_bits
 from verl_tim.engine.config import EngineConfig
 from verl_tim.engine.core import RequestOutput, SamplingParams
 from verl_tim.engine.crew import Crew, Split
 from verl_tim.engine.engine import Engine
 from verl_tim.engine.parallel_engine import check_split, start_engine
+from verl_tim.models import load_model_config
 from verl_tim.training.in_process import InProcessTrainer, ScoredSequence
 from verl_tim.verification.replay import response_logits
+
+# AdamW moves every weight by about its learning rate, and a logit by as many weights as the model is wide: a rate that
+# suits the narrow models of tests makes a wide one certain of every token, and log-probs that are all 0 show nothing.
+_LR, _LR_WIDTH = 1e-3, 64
+
+
+class UpdateError(RuntimeError):
+    """An optimiser step of the trainer that cannot have changed the weights."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +78,10 @@ class Subject:
 
     def __post_init__(self) -> None:
         check_split(self.model_path, self.tensor_parallel, self.pipeline_parallel)
-        self.trainer = InProcessTrainer(self.model_path, dtype=self.dtype, numerics=self.trainer_numerics)
+        width = load_model_config(self.model_path).hidden_size
+        self.trainer = InProcessTrainer(
+            self.model_path, dtype=self.dtype, numerics=self.trainer_numerics, lr=_LR * min(1.0, _LR_WIDTH / width)
+        )
         probe = self.whole_engine()
         self.max_model_len, self.vocab_size = probe.max_model_len, probe.vocab_size
         self.rng = np.random.default_rng(self.seed)
@@ -118,11 +132,14 @@ class Subject:
         """One optimiser step of the trainer on what was drawn; the new weights, and the version moves on.
 
         The step is a REINFORCE step with random advantages: what matters here is that every weight changes.
+
+        Raises:
+            UpdateError: the gradient's norm is 0 or not finite.
         """
         advantages = self.rng.standard_normal(len(outputs)).tolist()
         norm = self.trainer.update([prompt.answered(output) for prompt, output in outputs], advantages)
         if not np.isfinite(norm) or norm == 0.0:
-            raise RuntimeError(f"the trainer's update has gradient norm {norm}: no weight can have changed")
+            raise UpdateError(f"the trainer's update has gradient norm {norm}: no weight can have changed")
         weights = [(name, tensor.clone()) for name, tensor in self.trainer.weights()]
         self._updates.append(weights)
         self.weight_version += 1
@@ -184,6 +201,24 @@ class Subject:
             rows = self.trainer.log_probs([p.answered(o) for p, o in part], temperature=temperature, **layout)
             scored.update({prompt.request_id: row for (prompt, _), row in zip(part, rows, strict=True)})
         return [scored[prompt.request_id] for prompt, _ in drawn]
+
+
+def bound(scenario: Callable[[Subject], ScenarioResult], subject: Subject) -> tuple[str, Callable[[], ScenarioResult]]:
+    """A scenario as a rung takes it: its title (its docstring up to the first colon or stop), and a call that times it.
+
+    A trainer that cannot update fails the scenario.
+    """
+    title = (scenario.__doc__ or scenario.__name__).split(".")[0].split(":")[0]
+
+    def run() -> ScenarioResult:
+        began = time.perf_counter()
+        try:
+            result = scenario(subject)
+        except UpdateError as error:
+            result = ScenarioResult(title, error=str(error))
+        return dataclasses.replace(result, seconds=time.perf_counter() - began)
+
+    return title, run
 
 
 def trainer_temperature(prompt: Prompt) -> float:
