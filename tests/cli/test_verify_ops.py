@@ -49,6 +49,12 @@ def test_a_contract_that_this_machine_has_not_fails_with_the_reason(model):
     assert "it needs a GPU" in " ".join(result.stdout.split())
 
 
+def test_a_contract_of_no_such_name_is_refused(model):
+    result = verify(model, "--attention", "fa2")
+    assert result.exit_code == 2
+    assert "choose from auto, chunk64, fa3" in " ".join(result.stderr.split())
+
+
 def test_a_folder_without_a_model_is_refused(tmp_path):
     result = verify(str(tmp_path))
     assert result.exit_code == 2

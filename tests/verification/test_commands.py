@@ -61,12 +61,16 @@ def test_bad_input_is_named(random_models, tmp_path):
     np.savez(tmp_path / "empty.npz", tokens=np.zeros(3))
     for words, named in (
         (["--ladder", "--layers"], "give one of them"),
-        ([model, "--dump", "x.npz"], "give one of them"),
+        (["--ladder", "--ops"], "give one of them"),
+        ([model, "--dump", "x.npz"], "goes with --ladder or --layers, not with the gate"),
+        ([model, "--trainer", "stock"], "goes with --layers, not with the gate"),
+        ([model, "--attention", "chunk64"], "goes with --ops, not with the gate"),
+        ([model, "--ops"], "--requests: goes with the gate or --ladder or --layers, not with --ops"),
         (["--layers", "--dump", "x.npz"], "a dump is of one model"),
         ([model, "--layers", "--dump", str(tmp_path / "none.npz")], "there is no file"),
         ([model, "--ladder", "--dump", str(tmp_path / "empty.npz")], "lacks prompt_ids"),
         ([model, "--layers", "--trainer", "sglang"], "choose from contract, stock"),
-        ([model, "--ladder", "--trainer", "stock"], "leave it out with --ladder"),
+        ([model, "--ladder", "--trainer", "stock"], "goes with --layers, not with --ladder"),
         ([model, "--ladder", "--plant", "one_ulp"], "choose from kept_generator"),
         ([str(tmp_path), "--ladder"], "neither a run folder"),
     ):

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import json
 
 import pytest
+from typer.testing import CliRunner
 
+from verl_tim.cli import app
+from verl_tim.commands import verify
+from verl_tim.commands.verify import default_dtypes
 from verl_tim.diagnosis.gate import climb
 from verl_tim.training.in_process import single_rank_group
 from verl_tim.verification.faults import FAULTS
-from verl_tim.verification.random_models import make_random_model
+from verl_tim.verification.random_models import KINDS, make_random_model
 from verl_tim.verification.scenarios import ladder
 from verl_tim.verification.subject import Subject
 
@@ -62,6 +67,21 @@ def test_planted_fault_is_named(dense_path, fault):
     assert rung.name == expected_rung
     for word in words:
         assert word in scenario.failures[0], scenario.failures[0]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_command_catches_it_in_every_model_and_dtype(fault):
+    result = CliRunner().invoke(app, ["verify", "--plant", fault, "--requests", "4", "--tokens", "6", "--json"])
+    assert result.exit_code == 1, result.output
+    subjects = json.loads(result.stdout)["subjects"]
+    assert len(subjects) == len(KINDS) * len(default_dtypes())
+    assert not any(subject["passed"] for subject in subjects)
+
+
+def test_without_a_model_the_gate_takes_the_dtypes_of_the_machine(tmp_path, monkeypatch):
+    monkeypatch.setattr(verify, "default_dtypes", lambda: ("bfloat16",))
+    targets = verify.resolve([], rollout=None, dtypes=None, work=tmp_path)
+    assert [target.dtypes for target in targets] == [("bfloat16",)] * len(KINDS)
 
 
 def test_stock_rollout_is_sized_not_judged(dense_path):

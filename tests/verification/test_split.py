@@ -43,7 +43,7 @@ def test_a_rollout_that_did_not_get_the_update_is_named(folder, monkeypatch):
     ("arguments", "says"),
     [
         (["--tensor-parallel", "2", "--plant", "one_ulp"], "plants in one process"),
-        (["--pipeline-parallel", "2", "--ladder"], "go with the gate only"),
+        (["--pipeline-parallel", "2", "--ladder"], "goes with the gate, not with --ladder"),
         (["--pipeline-parallel", "2", "--rollout", "stock"], "runs on one rank"),
         (["--tensor-parallel", "8", "--dtype", "float32"], "does not divide the model's"),
     ],

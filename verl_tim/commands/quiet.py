@@ -14,6 +14,8 @@ def quiet_libraries() -> Iterator[None]:
     from transformers.utils import logging as transformers_logging
 
     logging.getLogger("verl_tim.engine").setLevel(logging.WARNING)
+    # torch's tracer warns once of a name that a library asks by
+    logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     with warnings.catch_warnings(), contextlib.redirect_stdout(_Discard()):

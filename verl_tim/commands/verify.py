@@ -44,7 +44,22 @@ class Target:
     prompt_files: tuple[str, ...] = ()
 
 
+# Options that go with some of the commands that `verify` is; all others go with each but --ops.
+_GATE, _LADDER, _LAYERS, _OPS = "the gate", "--ladder", "--layers", "--ops"
+_GOES_WITH = {
+    "attention": (_OPS,),
+    "trainer": (_LAYERS,),
+    "dump": (_LADDER, _LAYERS),
+    "out": (_LAYERS,),
+    "tensor_parallel": (_GATE,),
+    "pipeline_parallel": (_GATE,),
+    "subjects": (_GATE, _LADDER, _LAYERS, _OPS),
+    "as_json": (_GATE, _LADDER, _LAYERS, _OPS),
+}
+
+
 def command(
+    ctx: typer.Context,
     subjects: Annotated[
         list[str] | None,
         typer.Argument(
@@ -113,21 +128,21 @@ def command(
 ) -> None:
     """Verify."""
     split = (tensor_parallel, pipeline_parallel)
-    if split != (1, 1):
-        with bad_input():
-            check_split(plant=plant, rollout=rollout, others=ops or ladder or layers or dump is not None)
+    with bad_input():
+        chosen = [name for name, asked in ((_LADDER, ladder), (_LAYERS, layers), (_OPS, ops)) if asked]
+        _check_options(ctx, chosen)
+        if split != (1, 1):
+            check_split(plant=plant, rollout=rollout)
     if ops:
         _verify_ops(subjects or [], attention, as_json)
         return
-    if ladder or layers or dump:
+    if ladder or layers:
         from verl_tim.commands import verify_sides
 
         options = verify_sides.Options(
             subjects or [], rollout, trainer, dtype, requests, tokens, seed, dump=dump, plant=plant
         )
         with bad_input():
-            if ladder == layers:
-                raise _exclusive()
             code = (
                 verify_sides.climb_ladder(options, as_json)
                 if ladder
@@ -165,32 +180,50 @@ def _title(target: Target, dtype: str, split: tuple[int, int]) -> str:
     return title if split == (1, 1) else f"{title} on {split[0]} x {split[1]} ranks"
 
 
-def check_split(*, plant: str | None, rollout: str | None, others: bool) -> None:
+def _check_options(ctx: typer.Context, chosen: list[str]) -> None:
+    """Raise LaunchError for an option that the chosen command would ignore.
+
+    Args:
+        chosen: those of --ladder, --layers and --ops that were given; none: the gate.
+    """
+    from verl_tim.launch.errors import LaunchError
+
+    if len(chosen) > 1:
+        raise LaunchError.of(", ".join(chosen), "are commands of their own", "give one of them")
+    command = chosen[0] if chosen else _GATE
+    for name in ctx.params:
+        option = "--" + name.replace("_", "-")
+        # by name: Typer may bring a Click of its own, whose enumeration is another
+        given = getattr(ctx.get_parameter_source(name), "name", None) == "COMMANDLINE"
+        serves = _GOES_WITH.get(name, (_GATE, _LADDER, _LAYERS))
+        if not given or option in chosen or command in serves:
+            continue
+        others = " or ".join(serves)
+        raise LaunchError.of(option, f"goes with {others}, not with {command}", f"leave it out, or run {others}")
+
+
+def check_split(*, plant: str | None, rollout: str | None) -> None:
     """Raise LaunchError for what does not go with an engine on several ranks."""
     from verl_tim.launch.errors import LaunchError
 
     key = "--tensor-parallel, --pipeline-parallel"
-    if others:
-        raise LaunchError.of(key, "go with the gate only", "leave out --ops, --ladder, --layers and --dump")
     if plant is not None:
         raise LaunchError.of(key, f"--plant {plant} plants in one process", "plant in a gate on one rank")
     if rollout == "stock":
         raise LaunchError.of(key, "rollout stock runs on one rank", "give --rollout vexact")
 
 
-def _exclusive() -> Exception:
-    from verl_tim.launch.errors import LaunchError
-
-    return LaunchError.of("--ladder, --layers", "are two commands", "give one of them (--dump goes with either)")
-
-
 def _verify_ops(subjects: list[str], attention: str, as_json: bool) -> None:
     from verl_tim.commands.progress import Work
     from verl_tim.commands.verify_ops import print_report
     from verl_tim.launch.errors import LaunchError
+    from verl_tim.numerics.attention import ATTENTION_CONTRACTS
     from verl_tim.verification.ops import OpsError, probe_models
 
-    with bad_input(), Work("every kernel schedule against the reference") as work:
+    with bad_input(), Work("every kernel schedule against the reference") as work, quiet_libraries():
+        known = ("auto", *ATTENTION_CONTRACTS)
+        if attention not in known:
+            raise LaunchError.of("--attention", f"{attention!r} is unknown", f"choose from {', '.join(known)}")
         try:
             reports = probe_models(
                 subjects,
@@ -229,9 +262,11 @@ def resolve(subjects: list[str], *, rollout: str | None, dtypes: list[str] | Non
     if not subjects:
         from verl_tim.verification.random_models import KINDS, make_random_model
 
+        with quiet_libraries():
+            folders = {kind: str(make_random_model(kind, work / kind)) for kind in KINDS}
         return [
-            Target(f"random {kind}", str(make_random_model(kind, work / kind)), rollout or "vexact", chosen or DTYPES)
-            for kind in KINDS
+            Target(f"random {kind}", folder, rollout or "vexact", chosen or default_dtypes())
+            for kind, folder in folders.items()
         ]
     return [_subject(subject, rollout, chosen) for subject in subjects]
 

@@ -42,15 +42,15 @@ def _patched(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None
 
 @contextmanager
 def one_ulp() -> Iterator[None]:
-    """The third sampling step of the process records its first log-prob one ulp too high."""
-    calls = 0
+    """The third sampling step of every engine records its first log-prob one ulp too high."""
 
     def make(original: Callable[..., Sampled]) -> Callable[..., Sampled]:
+        calls: WeakKeyDictionary[EngineModel, int] = WeakKeyDictionary()
+
         def draw(self: EngineModel, hidden_BD: Tensor, params: SamplingTensors) -> Sampled:
-            nonlocal calls
             sampled = original(self, hidden_BD, params)
-            calls += 1
-            if calls == 3:
+            calls[self] = calls.get(self, 0) + 1
+            if calls[self] == 3:
                 one = torch.ones_like(sampled.log_prob_B[0])
                 sampled.log_prob_B[0] = torch.nextafter(sampled.log_prob_B[0], one)
             return sampled
