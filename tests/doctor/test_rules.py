@@ -122,7 +122,7 @@ CASES = [
         {f"{ACTOR}.use_dynamic_bsz": True, **CONTRACT},
     ),
     Case("exact.attention-backends", f"{MODEL}.override_config.attn_implementation", {}, CONTRACT),
-    Case("exact.attention-backends", ATTENTION_KEY, {ATTENTION_KEY: "fa2"}, {ATTENTION_KEY: "fa3"}, base="vexact"),
+    Case("start.contract", ATTENTION_KEY, {ATTENTION_KEY: "fa2"}, {ATTENTION_KEY: "fa3"}, base="vexact"),
     Case(
         "exact.fused-sequence-parallel",
         f"{MODEL}.use_fused_kernels",

@@ -14,10 +14,12 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from verl_tim.numerics.attention import ATTENTION_CONTRACTS
 from verl_tim.numerics.determinism import DROPOUT_SUFFIXES
 from verl_tim.training.asynchronous_checks import asynchronous_findings, standalone_ranks
 from verl_tim.training.batches import batches, replicas
 from verl_tim.training.config import (
+    ATTENTION_KEY,
     BACKEND_KEY,
     CONTRACT_BACKEND,
     EXTERNAL_LIB,
@@ -218,6 +220,8 @@ def _cpu_machine(view: View, _: Cluster | None) -> Iterator[Finding]:
             f"{attention} needs a GPU",
             "Set it to sdpa (with + before the key on a plain verl command line)",
         )
+    if view.contract and view.get(ATTENTION_KEY) == "fa3":
+        yield Finding(ATTENTION_KEY, "fa3 needs a Hopper GPU", "Set it to chunk64")
 
 
 def _strategy(view: View, _: Cluster | None) -> Iterator[Finding]:
@@ -255,6 +259,10 @@ def _contract(view: View, _: Cluster | None) -> Iterator[Finding]:
             "the contract's engine is registered by this module",
             f"Set it to {EXTERNAL_LIB}",
         )
+    attention = view.get(ATTENTION_KEY, "auto")
+    if attention not in ("auto", *ATTENTION_CONTRACTS):
+        known = f"auto, {' or '.join(ATTENTION_CONTRACTS)}"
+        yield Finding(ATTENTION_KEY, f"it is {attention}, which names no contract", f"Choose {known}")
     # only the trainer asks for it, so the worker's engine does not know the key
     whole_logits = Limit(
         "sum-pi-squared",

@@ -58,8 +58,8 @@ def loss_ignores_it(view: View) -> Iterator[Finding]:
     remedy=f"set {LOSS_MODE_KEY}=bypass_mode and +{WORKER_KEY}=${{{CORRECTION_KEY}}}, or run it {_OURS}",
 )
 def bypass_in_the_driver_only(view: View) -> Iterator[Finding]:
-    """The actor's config is frozen before verl's trainer sets the bypass loss (engine_workers.py:643): rollout log-
-    probs become the old ones, and the worker computes plain PPO without weights, rejection or REINFORCE.
+    """The actor's config is frozen before verl's trainer sets the bypass loss (engine_workers.py:643): the rollout's
+    log-probs become the old ones, and the worker computes plain PPO without weights, rejection or REINFORCE.
     """
     correction = view.correction
     if view.native and correction is not None and correction.bypass_mode and view.loss_mode != "bypass_mode":

@@ -9,7 +9,7 @@ from verl_tim.doctor.rule import ACTOR, MODEL, ROLLOUT, Rule, Severity
 from verl_tim.doctor.view import View
 from verl_tim.launch.checks import CHECKS, Check, verl_config
 from verl_tim.training import start_checks
-from verl_tim.training.config import BACKEND_KEY
+from verl_tim.training.config import ATTENTION_KEY, BACKEND_KEY
 from verl_tim.training.finding import Finding
 
 # What a check of the launcher looks at, by its name.
@@ -39,9 +39,9 @@ _START_CHECKS: dict[str, tuple[str, Severity, tuple[str, ...]]] = {
         Severity.STOPS,
         ("ray_kwargs.ray_init.num_cpus", "ray_kwargs.ray_init.num_gpus", "trainer.nnodes"),
     ),
-    "_cpu_machine": ("cpu", Severity.STOPS, ("trainer.device", f"{MODEL}.external_lib")),
+    "_cpu_machine": ("cpu", Severity.STOPS, ("trainer.device", f"{MODEL}.external_lib", ATTENTION_KEY)),
     "_strategy": ("strategy", Severity.EXACTNESS, (f"{ACTOR}.strategy",)),
-    "_contract": ("contract", Severity.EXACTNESS, (BACKEND_KEY, f"{MODEL}.use_fused_kernels")),
+    "_contract": ("contract", Severity.EXACTNESS, (BACKEND_KEY, f"{MODEL}.use_fused_kernels", ATTENTION_KEY)),
     "_dtypes": (
         "dtypes",
         Severity.EXACTNESS,

@@ -7,7 +7,7 @@ from typing import Any
 
 from verl_tim.doctor.rule import ACTOR, MODEL, ROLLOUT, Rule, Rules, Severity, found
 from verl_tim.doctor.view import PARAM_DTYPE_KEY, View
-from verl_tim.training.config import ATTENTION_KEY, BACKEND_KEY, CONTRACT_BACKEND
+from verl_tim.training.config import BACKEND_KEY, CONTRACT_BACKEND
 from verl_tim.training.contract_limits import LIMITS
 from verl_tim.training.finding import Finding
 
@@ -202,7 +202,6 @@ def micro_batches(view: View) -> Iterator[Finding]:
     "exact.attention-backends",
     Severity.EXACTNESS,
     f"{MODEL}.override_config.attn_implementation",
-    ATTENTION_KEY,
     remedy="rollout=vexact trainer=contract: one attention contract on both sides",
     reports=("verl-omni#280",),
 )
@@ -211,9 +210,6 @@ def attention(view: View) -> Iterator[Finding]:
     implementations, FlashAttention 2 and 3, FlashInfer, and per head dim even inside one of them.
     """
     if view.contract:
-        chosen = view.get(ATTENTION_KEY)
-        if chosen not in (None, "auto", "chunk64", "fa3"):
-            yield found(ATTENTION_KEY, f"it is {chosen}, which names no contract", "choose auto, chunk64 or fa3")
         return
     backend = view.engine_option("attention_backend")[1] or view.variable("VLLM_ATTENTION_BACKEND")[1]
     there = backend or {"stock": "sdpa over its pages", "vexact": "the contract's"}.get(view.rollout, "its own choice")
