@@ -15,7 +15,7 @@ from verl_tim.diagnosis.gate import climb
 from verl_tim.training.in_process import single_rank_group
 from verl_tim.verification.faults import FAULTS
 from verl_tim.verification.random_models import KINDS, make_random_model
-from verl_tim.verification.scenarios import ladder
+from verl_tim.verification.scenarios import ladder, preempted
 from verl_tim.verification.subject import Subject
 
 # What the gate must say: the rung that fails first, and words of the cause.
@@ -67,6 +67,13 @@ def test_planted_fault_is_named(dense_path, fault):
     assert rung.name == expected_rung
     for word in words:
         assert word in scenario.failures[0], scenario.failures[0]
+
+
+@pytest.mark.parametrize(("requests", "tokens"), [(4, 4), (4, 5), (8, 4)])
+def test_the_smallest_gate_still_preempts(dense_path, requests, tokens):
+    with single_rank_group():
+        result = preempted(Subject(dense_path, requests=requests, response_tokens=tokens))
+    assert result.passed, result.failures
 
 
 @pytest.mark.parametrize("fault", FAULTS)

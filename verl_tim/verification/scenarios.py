@@ -73,15 +73,17 @@ def chunked_prefill(subject: Subject) -> ScenarioResult:
 
 def preempted(subject: Subject) -> ScenarioResult:
     """Preemption: a KV pool that holds a fraction of the batch; evicted requests are recomputed."""
-    # Short prompts are all admitted; their responses then outgrow a pool that holds two and a half of them.
+    # Prompts of less than a page are all admitted, of one length so that no draw leaves room for all; their responses
+    # then outgrow a pool that holds two and a half of them.
+    page_size = 4
+    length = max(1, min(page_size - 1, subject.max_model_len - subject.response_tokens))
     prompts = [
-        dataclasses.replace(prompt, token_P=prompt.token_P[:6])
+        dataclasses.replace(prompt, token_P=np.resize(prompt.token_P, length))
         for prompt in subject.draw_prompts(
             subject.requests, tag="preempted", params={"max_tokens": subject.response_tokens}
         )
     ]
-    page_size = 4
-    longest = 6 + subject.response_tokens
+    longest = length + subject.response_tokens
     engine = subject.engine(
         page_size=page_size, kv_cache_tokens=page_size * -(-longest * 5 // (2 * page_size)), watermark=0.0
     )
