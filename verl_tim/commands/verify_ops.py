@@ -16,8 +16,8 @@ def print_report(report: dict[str, Any]) -> None:
     took = f"{report['seconds']} s"
     if report["kernels"]:
         took += f", {report['compile_seconds']} s of them for {report['kernels']} kernels"
-    title = f"{report['subject']}: {report['contract']} holds on {report['device']} ({took})"
-    table(title, ("op", "comparisons", "differing"), rows)
+    stdout().print(f"{report['subject']}: {report['contract']} holds on {report['device']} ({took})", soft_wrap=True)
+    table(None, ("op", "comparisons", "differing"), rows)
     for dropped in report["dropped_schedules"]:
         stdout().print(f"[yellow]dropped, since its bits differ here: {dropped}[/yellow]", soft_wrap=True)
     if report["row_blocks"]:

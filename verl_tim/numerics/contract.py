@@ -71,7 +71,7 @@ def contract_id(device: torch.device | str, dtype: torch.dtype, attention: str =
         if capability < _MINIMUM_CAPABILITY:
             raise ContractError(
                 f"numerics contract: this GPU has compute capability {capability[0]}.{capability[1]}, its bfloat16 "
-                "schedules need 8.0 (Ampere) or newer; use numerics='stock' on it"
+                "schedules need 8.0 (Ampere) or newer; use rollout=stock trainer=stock on it"
             )
         schedule += f"-sm{capability[0]}{capability[1]}"
     return f"{attention}/{schedule}/{str(dtype).removeprefix('torch.')}/{CONTRACT_VERSION}"

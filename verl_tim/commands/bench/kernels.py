@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 NAME = "kernels"
 HELP = (
     "GPU kernels of the contract (linear, attention, row operations, experts, head) and a whole trainer step, against "
-    "cuBLAS, cuDNN, FlashAttention and stock Hugging Face."
+    "cuBLAS, cuDNN, FlashAttention and stock Hugging Face. Needs a GPU."
 )
 PARTS = {
     "gemm": "kernels_gemm",

@@ -122,7 +122,7 @@ def _choose(rows: int, outputs: int, inner: int, device: torch.device) -> Schedu
 def _nothing_left(rows: int, outputs: int, inner: int) -> ContractError:
     return ContractError(
         f"gemm: every schedule for {rows} rows, weight ({outputs}, {inner}) is forbidden "
-        f"({', '.join(sorted(_forbidden))}); this device does not keep the contract: use numerics='stock'"
+        f"({', '.join(sorted(_forbidden))}); this device does not keep the contract: use rollout=stock trainer=stock"
     )
 
 

@@ -70,7 +70,8 @@ class GpuProbe:
             name = torch.cuda.get_device_name(self.device)
             raise ContractError(
                 f"probe: {op} is not exact on this {name}: {count} of {want.numel()} values differ ({where}). Zero "
-                "mismatch is impossible with this build on this device; use numerics='stock', or report the device"
+                "mismatch is impossible with this build on this device; use rollout=stock trainer=stock, or report the "
+                "device"
             )
 
     def keep_or_forbid(
