@@ -121,11 +121,15 @@ def command(
     ] = 1,
     ops: Annotated[
         bool,
-        typer.Option("--ops",
+        typer.Option(
+            "--ops",
             help="Only compare every kernel schedule of this machine with the reference order, in bfloat16, at the shapes "
-            "of the models.",),
+            "of the models.",
+        ),
     ] = False,
-    attention: Annotated[str, typer.Option(help="With --ops: the attention contract: auto (chunk64), chunk64 or fa3.")] = "auto",
+    attention: Annotated[
+        str, typer.Option(help="With --ops: the attention contract: auto (chunk64), chunk64 or fa3.")
+    ] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON instead of tables.")] = False,
 ) -> None:
     """Verify."""
