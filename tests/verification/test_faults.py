@@ -69,7 +69,7 @@ def test_planted_fault_is_named(dense_path, fault):
         assert word in scenario.failures[0], scenario.failures[0]
 
 
-@pytest.mark.parametrize(("requests", "tokens"), [(4, 4), (4, 5), (8, 4)])
+@pytest.mark.parametrize(("requests", "tokens"), [(4, 4), (4, 5), (4, 6), (8, 4)])
 def test_the_smallest_gate_still_preempts(dense_path, requests, tokens):
     with single_rank_group():
         result = preempted(Subject(dense_path, requests=requests, response_tokens=tokens))

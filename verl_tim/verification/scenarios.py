@@ -73,8 +73,9 @@ def chunked_prefill(subject: Subject) -> ScenarioResult:
 
 def preempted(subject: Subject) -> ScenarioResult:
     """Preemption: a KV pool that holds a fraction of the batch; evicted requests are recomputed."""
-    # Prompts of less than a page are all admitted, of one length so that no draw leaves room for all; their responses
-    # then outgrow a pool that holds two and a half of them.
+    # Prompts of less than a page, of one length so that no draw leaves room for all; their responses outgrow a pool that
+    # holds two and a half of them. A page stays free for each that runs, so of an odd number of pages (n + 1) / 2
+    # prompts are admitted, and with their second page there is one too few.
     page_size = 4
     length = max(1, min(page_size - 1, subject.max_model_len - subject.response_tokens))
     prompts = [
@@ -84,9 +85,8 @@ def preempted(subject: Subject) -> ScenarioResult:
         )
     ]
     longest = length + subject.response_tokens
-    engine = subject.engine(
-        page_size=page_size, kv_cache_tokens=page_size * -(-longest * 5 // (2 * page_size)), watermark=0.0
-    )
+    pages = -(-longest * 5 // (2 * page_size)) | 1
+    engine = subject.engine(page_size=page_size, kv_cache_tokens=page_size * pages, watermark=0.0)
     drawn = subject.generate(engine, prompts)
     counts = {"preemptions": engine.stats().preemptions}
     return _judge(subject, engine, "preempted", drawn, counts=counts, required=("preemptions",))
