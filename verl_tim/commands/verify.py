@@ -123,8 +123,8 @@ def command(
         bool,
         typer.Option(
             "--ops",
-            help="Only compare every kernel schedule of this machine with the reference order, in bfloat16, at the shapes "
-            "of the models.",
+            help="Only compare every kernel schedule of this machine with the reference order, in bfloat16, at the "
+            "shapes of the models.",
         ),
     ] = False,
     attention: Annotated[

@@ -73,9 +73,9 @@ def chunked_prefill(subject: Subject) -> ScenarioResult:
 
 def preempted(subject: Subject) -> ScenarioResult:
     """Preemption: a KV pool that holds a fraction of the batch; evicted requests are recomputed."""
-    # Prompts of less than a page, of one length so that no draw leaves room for all; their responses outgrow a pool that
-    # holds two and a half of them. A page stays free for each that runs, so of an odd number of pages (n + 1) / 2
-    # prompts are admitted, and with their second page there is one too few.
+    # Prompts of less than a page, of one length so that no draw leaves room for all; their responses outgrow a pool
+    # that holds two and a half of them. A page stays free for each that runs, so an odd number n of pages admits
+    # (n + 1) / 2 prompts, and there is one page too few when each needs its second.
     page_size = 4
     length = max(1, min(page_size - 1, subject.max_model_len - subject.response_tokens))
     prompts = [
