@@ -29,9 +29,9 @@ def test_what_the_text_says_of_the_tables(rows):
 
     small, large = row("1.7B", 512, False), row("30B", 512, False)
     assert small.plan.step.rollout.at_once == 8
-    assert (round(small.plan.step.rollout.seconds), round(large.plan.step.rollout.seconds)) == (18, 200)
+    assert (round(small.plan.step.rollout.seconds), round(large.plan.step.rollout.seconds)) == (16, 195)
     wide, widest = row("1.7B", 512, True), row("30B", 512, True)
-    assert (round(wide.seconds("verl's own work")), round(wide.plan.step.seconds)) == (64, 112)
+    assert (round(wide.seconds("verl's own work")), round(wide.plan.step.seconds)) == (64, 111)
     assert (round(widest.seconds("verl's own work")), round(widest.plan.step.seconds)) == (128, 773)
     assert small.seconds("weight sync") / small.plan.step.seconds == pytest.approx(0.03, abs=0.005)
     assert small.plan.step.update.network >= small.plan.step.update.arithmetic

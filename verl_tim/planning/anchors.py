@@ -62,14 +62,15 @@ def _rollouts() -> list[Anchor]:
     for engine in ENGINES:
         for row in group[engine]:
             settings = _alone(engine=engine, sequences=row["sequences"])
-            decode = Decode(measured_shape(group["shape"]), settings, speeds)
+            shape = row.get("shape", group["shape"])
+            decode = Decode(measured_shape(shape), settings, speeds)
             answers = np.full(row["sequences"], float(row["output"]))
             time = simulate(decode, row["prompt"], answers, pool_tokens=1 << 30)
             load = f"{row['sequences']} x {row['prompt']} -> {row['output']}"
             drawn = row["sequences"] * row["output"]
             found.append(
                 Anchor(
-                    f"rollout {engine}, {group['shape']}, {load}",
+                    f"rollout {engine}, {shape}, {load}",
                     "tokens/s",
                     drawn / row["seconds"],
                     time.tokens_per_second,

@@ -88,22 +88,26 @@ def test_few_rows_are_streamed_where_the_sweep_showed_that_it_pays(library, monk
     monkeypatch.setattr(cublaslt, "library", lambda: library)
     monkeypatch.setattr(gemm, "shared_bytes", lambda device: 227 << 10)
     cuda = torch.device("cuda")
-    for inner, outputs, streams in (
-        (2048, (2048, 4096, 5120, 12288, 151936), True),
-        (4096, (2048,), False),
-        (6144, (2048,), False),
+    for outputs, inner in LINEARS.values():
+        for rows in (1, 9, 16, 17):
+            names = [schedule.name for schedule in gemm._candidates(rows, outputs, inner, cuda)]
+            assert len(set(names)) == len(names)
+            assert names[-1] == gemm.REFERENCE.name
+            assert names[0].startswith("triton:") == (library is None or rows <= 16), names
+            assert ("16x" in names[0]) == (rows <= 16), names
+    for outputs, inner, chosen in (
+        (2048, 2048, gemm._STREAM),
+        (4096, 2048, gemm._STREAM),  # programs of 32 columns as long as there is a multiprocessor for each
+        (5120, 2048, gemm._STREAM_MORE),
+        (12288, 2048, gemm._STREAM_WIDE),
+        (2048, 4096, gemm._STREAM_LONG),
+        (4096, 4096, gemm._STREAM),
+        (6144, 4096, gemm._STREAM_MORE),
+        (24576, 4096, gemm._STREAM_WIDE),
+        (2048, 6144, gemm._STREAM_LONG),
+        (4096, 12288, gemm._STREAM),
     ):
-        for count in outputs:
-            for rows in (1, 9, 16, 17):
-                names = [schedule.name for schedule in gemm._candidates(rows, count, inner, cuda)]
-                assert len(set(names)) == len(names)
-                assert names[-1] == gemm.REFERENCE.name
-                assert names[0].startswith("triton:") == (library is None or (streams and rows <= 16)), names
-                assert ("16x" in names[0]) == (rows <= 16 and (library is None or streams)), names
-    # programs of 32 columns as long as there is a multiprocessor for each
-    assert gemm._choose(16, 4096, 2048, cuda) is gemm._STREAM
-    assert gemm._choose(16, 5120, 2048, cuda) is gemm._STREAM_MORE
-    assert gemm._choose(16, 12288, 2048, cuda) is gemm._STREAM_WIDE
+        assert gemm._choose(16, outputs, inner, cuda) is chosen
 
 
 def test_refuses_what_it_cannot_serve():

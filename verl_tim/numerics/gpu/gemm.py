@@ -87,23 +87,22 @@ def _candidates(rows: int, outputs: int, inner: int, device: torch.device) -> li
     """The rule's favourite first, the reference last.
 
     The rule is what one H200 showed on the linears of Qwen3-1.7B, 8B and 30B-A3B: cuBLASLt without split-K is as fast
-    as cuBLAS with it (geometric mean 1.00). Up to 16 rows, streaming beats it by 8 to 17 % where K is at most 2,048.
-    With a longer K both wait for the same chain: K / 16 products on the matrix unit, each of which needs the last one's
-    accumulator, some 25 ns apart.
+    as cuBLAS with it (geometric mean 1.00). Up to 16 rows, streaming beats it: by 8 to 17 % where K is 2,048, by 2 to
+    6 % where it is 4,096, and by 0 to 1 % beyond, where both wait for the same chain of K / 16 products on the matrix
+    unit, each of which needs the last one's accumulator, some 25 ns apart.
     """
     libraries = _CUBLASLT if deciding_device(device).type == "cuda" and cublaslt.library() is not None else []
     if rows > 16:
         return [*libraries, _TILED, REFERENCE]
-    if inner > 2048:
+    if outputs <= 16 * _MULTIPROCESSORS and inner > 2048:
         streams = [_STREAM_LONG, _STREAM, _STREAM_MORE, _STREAM_WIDE]
-    elif outputs >= 8192:
-        streams = [_STREAM_WIDE, _STREAM_MORE, _STREAM, _STREAM_LONG]
-    elif outputs > 32 * _MULTIPROCESSORS:
+    elif outputs <= 32 * _MULTIPROCESSORS:
+        streams = [_STREAM, _STREAM_MORE, _STREAM_WIDE, _STREAM_LONG]
+    elif outputs < 8192:
         streams = [_STREAM_MORE, _STREAM_WIDE, _STREAM, _STREAM_LONG]
     else:
-        streams = [_STREAM, _STREAM_MORE, _STREAM_WIDE, _STREAM_LONG]
-    streams = [stream for stream in streams if stream.shared <= shared_bytes(device)]
-    return [*libraries, *streams, REFERENCE] if inner > 2048 and libraries else [*streams, *libraries, REFERENCE]
+        streams = [_STREAM_WIDE, _STREAM_MORE, _STREAM, _STREAM_LONG]
+    return [*(s for s in streams if s.shared <= shared_bytes(device)), *libraries, REFERENCE]
 
 
 def schedules(rows: int, outputs: int, inner: int, device: torch.device | str = "cuda") -> list[Schedule]:

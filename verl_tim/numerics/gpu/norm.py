@@ -51,11 +51,14 @@ def _forward(
     x, residual, weight, y, residual_out, rows, x_stride, residual_stride, y_stride, out_stride, eps,
     D: tl.constexpr, LOG_F: tl.constexpr, ROWS: tl.constexpr, ADD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    begin(OVERLAP)
     F: tl.constexpr = 2**LOG_F
     HALF: tl.constexpr = D // 2
-    row_R = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column_F = tl.arange(0, F)
+    # no step changes it, and in a decode step it comes from memory: on its way while the kernel before still works
+    w1 = tl.load(weight + column_F, mask=column_F < HALF, other=0.0).to(tl.float32)[None, :]
+    w2 = tl.load(weight + HALF + column_F, mask=column_F < HALF, other=0.0).to(tl.float32)[None, :]
+    begin(OVERLAP)
+    row_R = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = row_mask(row_R, rows, column_F, D, F)
     at = row_R[:, None] * x_stride + column_F[None, :]
     x1 = tl.load(x + at, mask=live, other=0.0).to(tl.float32)
@@ -69,8 +72,6 @@ def _forward(
         tl.store(residual_out + HALF + at, x2, mask=live)
         x1, x2 = x1.to(tl.float32), x2.to(tl.float32)
     scale_R = inverse_rms(x1, x2, eps, D, ROWS, LOG_F)
-    w1 = tl.load(weight + column_F, mask=column_F < HALF, other=0.0).to(tl.float32)[None, :]
-    w2 = tl.load(weight + HALF + column_F, mask=column_F < HALF, other=0.0).to(tl.float32)[None, :]
     at = row_R[:, None] * y_stride + column_F[None, :]
     tl.store(y + at, scaled(x1, scale_R, w1), mask=live)
     tl.store(y + HALF + at, scaled(x2, scale_R, w2), mask=live)

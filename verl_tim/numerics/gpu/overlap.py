@@ -3,11 +3,12 @@
 A decode step is some three hundred short kernels, and between two of them a GPU idles for about a microsecond.
 Programmatic dependent launch (CUDA, Hopper and later) lets a kernel start when the one before has begun; it then must
 not read or write anything that a step changes until `begin` has returned, which is when all kernels before have ended.
+(Norms read their weights before it: those come from memory, and would stand between the row's sum and its output.)
 Measured on an H200 at 16 sequences: 2 % of a step. (Letting a kernel start before its predecessor has begun costs more
 than it brings, since waiting programs then take the places of working ones; so does fetching weights ahead.)
 
 Bits do not change: what a kernel computes and from what stays the same. `overlapping` switches it on for the launches
-of this thread; every kernel that takes the option must begin with `begin`, or the chain of waits has a gap.
+of this thread; every program of a kernel that takes the option must call `begin`, or the chain of waits has a gap.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def launch() -> dict[str, Any]:
 
 @triton.jit
 def begin(OVERLAP: tl.constexpr):
-    """First line of a kernel: wait for those before, and let the next one start."""
+    """First of what touches memory that a step changes: wait for the kernels before, and let the next one start."""
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()

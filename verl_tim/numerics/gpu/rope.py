@@ -73,7 +73,6 @@ def _forward(
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, D: tl.constexpr, LOG_F: tl.constexpr, HEADS: tl.constexpr,
     NORM: tl.constexpr, KEEP_K: tl.constexpr, WRITE: tl.constexpr, REPEAT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    begin(OVERLAP)
     F: tl.constexpr = 2**LOG_F
     HALF: tl.constexpr = D // 2
     Q_GROUPS: tl.constexpr = (Q_HEADS + REPEAT * HEADS - 1) // (REPEAT * HEADS)
@@ -84,11 +83,15 @@ def _forward(
     # one element per head and column, though all heads share it: loaded where it is used, not moved between threads
     shared_HF = tl.zeros([HEADS, 1], tl.int32) + column_F[None, :]
     inside = (column_F < HALF)[None, :]
+    w1, w2 = shared_HF, shared_HF  # read only if NORM
+    if NORM:  # as in `norm`: no step changes them, so they come while the kernel before still works
+        of_q, of_k = group < Q_GROUPS, (group >= Q_GROUPS) & (group < Q_GROUPS + K_GROUPS)
+        q1, q2 = _load_halves(q_weight, shared_HF, inside & of_q, HALF)
+        k1, k2 = _load_halves(k_weight, shared_HF, inside & of_k, HALF)
+        w1, w2 = tl.where(of_q, q1, k1), tl.where(of_q, q2, k2)
+    begin(OVERLAP)
     if group < Q_GROUPS:
         c, s = _load_table(cos, sin, token, shared_HF, inside, HALF)
-        w1, w2 = c, s
-        if NORM:
-            w1, w2 = _load_halves(q_weight, shared_HF, inside, HALF)
         for part in tl.static_range(REPEAT):
             head = (group * REPEAT + part) * HEADS + tl.arange(0, HEADS)
             live = row_mask(head, Q_HEADS, column_F, D, F)
@@ -99,9 +102,6 @@ def _forward(
             tl.store(q_out + HALF + at, y2, mask=live)
     elif group < Q_GROUPS + K_GROUPS:
         c, s = _load_table(cos, sin, token, shared_HF, inside, HALF)
-        w1, w2 = c, s
-        if NORM:
-            w1, w2 = _load_halves(k_weight, shared_HF, inside, HALF)
         head = (group - Q_GROUPS) * HEADS + tl.arange(0, HEADS)
         live = row_mask(head, K_HEADS, column_F, D, F)
         at = token * k_token + head[:, None] * k_head + column_F[None, :]
