@@ -32,6 +32,15 @@ DTYPES = ("bfloat16", "float32")
 ROLLOUTS = ("vexact", "stock")
 PROMPTS_PER_FILE = 256
 
+_OF_SIDES = frozenset({"rollout", "dtype", "requests", "tokens", "seed", "plant"})
+TAKES: Mapping[str, frozenset[str]] = {
+    "--ops": frozenset({"attention"}),
+    "--ladder": _OF_SIDES | {"dump"},
+    "--layers": _OF_SIDES | {"dump", "trainer", "out"},
+    "the gate": _OF_SIDES | {"tensor_parallel", "pipeline_parallel"},
+}
+"""What is verified -> the parameters of `command` that it reads, beside what is verified and --json."""
+
 
 @dataclass(frozen=True)
 class Target:
@@ -45,6 +54,7 @@ class Target:
 
 
 def command(
+    context: typer.Context,
     subjects: Annotated[
         list[str] | None,
         typer.Argument(
@@ -113,21 +123,23 @@ def command(
 ) -> None:
     """Verify."""
     split = (tensor_parallel, pipeline_parallel)
-    if split != (1, 1):
-        with bad_input():
-            check_split(plant=plant, rollout=rollout, others=ops or ladder or layers or dump is not None)
+    with bad_input():
+        if ops + ladder + layers > 1 or (dump is not None and not (ladder or layers)):
+            raise _exclusive()
+        mode = "--ops" if ops else "--ladder" if ladder else "--layers" if layers else "the gate"
+        if split != (1, 1):
+            check_split(plant=plant, rollout=rollout, gate=mode == "the gate")
+        check_options(context, mode)
     if ops:
         _verify_ops(subjects or [], attention, as_json)
         return
-    if ladder or layers or dump:
+    if ladder or layers:
         from verl_tim.commands import verify_sides
 
         options = verify_sides.Options(
             subjects or [], rollout, trainer, dtype, requests, tokens, seed, dump=dump, plant=plant
         )
         with bad_input():
-            if ladder == layers:
-                raise _exclusive()
             code = (
                 verify_sides.climb_ladder(options, as_json)
                 if ladder
@@ -165,12 +177,12 @@ def _title(target: Target, dtype: str, split: tuple[int, int]) -> str:
     return title if split == (1, 1) else f"{title} on {split[0]} x {split[1]} ranks"
 
 
-def check_split(*, plant: str | None, rollout: str | None, others: bool) -> None:
+def check_split(*, plant: str | None, rollout: str | None, gate: bool) -> None:
     """Raise LaunchError for what does not go with an engine on several ranks."""
     from verl_tim.launch.errors import LaunchError
 
     key = "--tensor-parallel, --pipeline-parallel"
-    if others:
+    if not gate:
         raise LaunchError.of(key, "go with the gate only", "leave out --ops, --ladder, --layers and --dump")
     if plant is not None:
         raise LaunchError.of(key, f"--plant {plant} plants in one process", "plant in a gate on one rank")
@@ -181,15 +193,33 @@ def check_split(*, plant: str | None, rollout: str | None, others: bool) -> None
 def _exclusive() -> Exception:
     from verl_tim.launch.errors import LaunchError
 
-    return LaunchError.of("--ladder, --layers", "are two commands", "give one of them (--dump goes with either)")
+    return LaunchError.of(
+        "--ops, --ladder, --layers", "are three commands", "give one of them (--dump goes with the last two)"
+    )
+
+
+def check_options(context: typer.Context, mode: str) -> None:
+    """Raise LaunchError for options that were given and that `mode`, a key of `TAKES`, would not read."""
+    from verl_tim.launch.errors import LaunchError
+
+    for name in sorted(frozenset().union(*TAKES.values()) - TAKES[mode]):
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            takers = ", ".join(other for other, names in TAKES.items() if name in names)
+            raise LaunchError.of("--" + name.replace("_", "-"), f"goes with {takers}", f"leave it out with {mode}")
 
 
 def _verify_ops(subjects: list[str], attention: str, as_json: bool) -> None:
     from verl_tim.commands.progress import Work
     from verl_tim.commands.verify_ops import print_report
     from verl_tim.launch.errors import LaunchError
+    from verl_tim.numerics.attention import ATTENTION_CONTRACTS
     from verl_tim.verification.ops import OpsError, probe_models
 
+    known = ("auto", *ATTENTION_CONTRACTS)
+    with bad_input():
+        if attention not in known:
+            raise LaunchError.of("--attention", f"{attention!r} is unknown", f"choose from {', '.join(known)}")
     with bad_input(), Work("every kernel schedule against the reference") as work:
         try:
             reports = probe_models(

@@ -45,12 +45,9 @@ class Options:
 def climb_ladder(options: Options, as_json: bool) -> int:
     """Climb and print, once per subject and dtype; the exit code."""
     from verl_tim.commands.progress import Work
-    from verl_tim.launch.errors import LaunchError
     from verl_tim.training.in_process import single_rank_group
     from verl_tim.verification.faults import RUNG_FAULTS
 
-    if options.trainer != "contract":
-        raise LaunchError.of("--trainer", f"{options.trainer!r} goes with --layers", "leave it out with --ladder")
     reports: list[dict[str, Any]] = []
     code = 0
     with tempfile.TemporaryDirectory(prefix="verl-tim-ladder-") as work:
