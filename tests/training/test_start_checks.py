@@ -88,6 +88,7 @@ def full(key: str) -> str:
         (["model.external_lib=null"], "model.external_lib", "no training engine for CPUs"),
         (["model.override_config.attn_implementation=flash_attention_2"],
          "model.override_config.attn_implementation", "needs a GPU"),
+        (["model.enable_activation_offload=true"], "model.enable_activation_offload", "there is no GPU"),
         (["actor.strategy=fsdp"], "actor.strategy", "FSDP2"),
         (["model.use_fused_kernels=false"], "model.use_fused_kernels", "past the contract"),
         (["model.fused_kernel_options.impl_backend=mine"],

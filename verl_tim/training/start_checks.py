@@ -198,7 +198,7 @@ def _ray_resources(view: View, cluster: Cluster | None) -> Iterator[Finding]:
 
 
 def _cpu_machine(view: View, _: Cluster | None) -> Iterator[Finding]:
-    """On a machine without an accelerator: the device, the training engine, and attention that needs a GPU."""
+    """On a machine without an accelerator: the device, the training engine, and what needs a GPU."""
     if not view.cpu_only:
         return
     if view.get("trainer.device", "cuda") != "cpu":
@@ -217,6 +217,13 @@ def _cpu_machine(view: View, _: Cluster | None) -> Iterator[Finding]:
             "actor_rollout_ref.model.override_config.attn_implementation",
             f"{attention} needs a GPU",
             "Set it to sdpa (with + before the key on a plain verl command line)",
+        )
+    if view.get("actor_rollout_ref.model.enable_activation_offload", False):
+        # verl 0.9.1, utils/activation_offload.py:176: pins host memory, which the first update would fail at
+        yield Finding(
+            "actor_rollout_ref.model.enable_activation_offload",
+            "it moves a GPU's activations to the host, and there is no GPU",
+            "Set it to false",
         )
 
 
