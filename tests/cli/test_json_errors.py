@@ -1,6 +1,8 @@
 """With --json there is one document on stdout, also where a command has no result to show."""
 
 import json
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -65,6 +67,24 @@ BAD = [
     ("evidence unpack", "{tmp}/none.tar.xz --out {tmp}/runs"),
     ("evidence figure", "first {tmp} --out {tmp}/figures"),
 ]
+INTERRUPTED_IMPORT = """
+import sys
+
+class Interrupting:
+    begun = False
+
+    def find_spec(self, name, *_):
+        if name == "torch":
+            error = ImportError("torch is half imported") if self.begun else KeyboardInterrupt()
+            self.begun = True
+            raise error
+
+sys.meta_path.insert(0, Interrupting())
+sys.argv = ["verl-tim", "verify", "--ops", "--json"]
+from verl_tim.cli import main
+main()
+"""
+
 # What they take, they can use.
 NOTHING_BAD = {"bench diagnosis"}
 
@@ -103,6 +123,14 @@ def test_work_that_fails_is_a_document_too(monkeypatch):
     assert problem["problem"] == "RuntimeError: out of memory"
     assert problem["key"].endswith("bench diagnosis")
     assert runner.invoke(app, ["bench", "diagnosis"]).stdout == ""
+
+
+def test_an_interrupt_of_an_import_is_a_document_too():
+    """Ctrl-C in the first seconds ends the import of torch, which cannot be begun again."""
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED_IMPORT], capture_output=True, text=True, check=False)
+    assert done.returncode == 130, done.stderr
+    assert json.loads(done.stdout)["error"]["exit_code"] == 130
+    assert "Traceback" not in done.stderr
 
 
 def test_work_that_is_interrupted_is_a_document_too(monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from verl_tim.cli import app
+from verl_tim.commands import verify as verify_command
 from verl_tim.numerics import probe
 from verl_tim.verification.random_models import make_random_model
 
@@ -49,10 +51,44 @@ def test_a_contract_that_this_machine_has_not_fails_with_the_reason(model):
     assert "it needs a GPU" in " ".join(result.stdout.split())
 
 
-def test_a_contract_of_no_such_name_is_refused(model):
-    result = verify(model, "--attention", "fa2")
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--attention", "chunk32"], "--attention: 'chunk32' is unknown -> choose from auto, chunk64, fa3"),
+        (["--plant", "one_ulp"], "--plant: goes with --ladder or --layers or the gate, not with --ops -> leave it out"),
+        (["--dtype", "float32"], "--dtype: goes with"),
+        (["--rollout", "vexact"], "--rollout: goes with"),
+        (["--out", "."], "--out: goes with --layers"),
+        (["--layers"], "give one of them"),
+        (["--ladder"], "give one of them"),
+        (["--dump", "x.npz"], "--dump: goes with --ladder or --layers, not with --ops"),
+    ],
+)
+def test_what_it_would_not_read_is_refused(model, words, says):
+    result = verify(model, *words)
     assert result.exit_code == 2
-    assert "choose from auto, chunk64, fa3" in " ".join(result.stderr.split())
+    assert says in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--attention", "chunk64"], "--attention: goes with --ops, not with the gate"),
+        (["--trainer", "contract"], "--trainer: goes with --layers, not with the gate"),
+        (["--layers", "--attention", "auto"], "--attention: goes with --ops, not with --layers"),
+        (["--ladder", "--out", "x"], "--out: goes with --layers, not with --ladder"),
+    ],
+)
+def test_nor_do_the_other_commands_drop_an_option(model, words, says):
+    result = CliRunner().invoke(app, ["verify", model, *words])
+    assert result.exit_code == 2
+    assert says in " ".join(result.stderr.split())
+
+
+def test_every_option_belongs_to_a_command():
+    (command,) = (c for c in app.registered_commands if c.name == verify_command.NAME)
+    names = set(inspect.signature(command.callback).parameters)
+    assert names == {"context", "subjects", "ops", "ladder", "layers", "as_json"}.union(*verify_command.TAKES.values())
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path):

@@ -71,6 +71,11 @@ CASES = [
         f"{ACTOR}.ulysses_sequence_parallel_size",
         {f"{ACTOR}.ulysses_sequence_parallel_size": 2},
     ),
+    Case(
+        "exact.sequence-parallel",
+        f"{ENGINE}.ulysses_sequence_parallel_size",
+        {f"{ENGINE}.ulysses_sequence_parallel_size": 2},
+    ),
     Case("exact.lora", f"{MODEL}.lora_rank", {f"{MODEL}.lora_rank": 8}),
     Case("exact.lora", f"{MODEL}.lora_adapter_path", {f"{MODEL}.lora_adapter_path": "adapter"}),
     Case("exact.liger", f"{MODEL}.use_liger", {f"{MODEL}.use_liger": True}),
@@ -123,6 +128,12 @@ CASES = [
     ),
     Case("exact.attention-backends", f"{MODEL}.override_config.attn_implementation", {}, CONTRACT),
     Case("start.contract", ATTENTION_KEY, {ATTENTION_KEY: "fa2"}, {ATTENTION_KEY: "fa3"}, base="vexact"),
+    Case(
+        "exact.fused-sequence-parallel",
+        f"{MODEL}.use_fused_kernels",
+        {f"{MODEL}.use_fused_kernels": True, f"{ENGINE}.ulysses_sequence_parallel_size": 2},
+        {f"{MODEL}.use_fused_kernels": True},
+    ),
     Case(
         "exact.fused-sequence-parallel",
         f"{MODEL}.use_fused_kernels",

@@ -91,6 +91,22 @@ def test_a_meta_device_context_does_not_reach_the_table():
         ("qwen3", {"num_key_value_heads": 3}, "num_key_value_heads=3"),
         ("qwen3", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "'dynamic'"),
         ("qwen3_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok=9"),
+        ("qwen3", {"head_dim": 0}, "head_dim=0"),
+        ("qwen3", {"head_dim": -16}, "head_dim=-16"),
+        ("llama", {"num_key_value_heads": 0}, "num_key_value_heads=0"),
+        ("llama", {"num_hidden_layers": 0}, "num_hidden_layers=0"),
+        ("llama", {"vocab_size": 0}, "vocab_size=0"),
+        ("llama", {"max_position_embeddings": 0}, "max_position_embeddings=0"),
+        ("llama", {"rms_norm_eps": -1e-6}, "rms_norm_eps=-1e-06"),
+        ("llama", {"rms_norm_eps": float("nan")}, "rms_norm_eps=nan"),
+        ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": None}}, "rope_parameters=.*frequencies"),
+        ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 0}}, "rope_parameters=.*frequencies"),
+        ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": "2"}}, "rope_parameters="),
+        ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": -2.0}}, "rope_parameters="),
+        ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config.quant_method='fp8'"),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step=0"),
+        ("qwen3_moe", {"num_experts": 0}, "num_experts=0"),
+        ("qwen3_moe", {"moe_intermediate_size": 0}, "moe_intermediate_size=0"),
     ],
 )
 def test_refuses_what_it_cannot_serve_exactly(kind, changes, message):
@@ -119,3 +135,23 @@ def test_names_what_is_wrong_with_a_folder(tmp_path):
         load_model_config(_write(tmp_path, model_type="gpt2"))
     with pytest.raises(ModelError, match="transformers cannot read it"):
         load_model_config(_write(tmp_path, model_type="qwen3", hidden_size="wide"))
+    with pytest.raises(ModelError, match="transformers cannot read it"):
+        load_model_config(_write(tmp_path, model_type="llama", num_attention_heads=0))
+    with pytest.raises(ModelError, match=r"model_type=\['llama'\] is not supported"):
+        load_model_config(_write(tmp_path, model_type=["llama"]))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", r"generation_config\.json: not valid JSON"),
+        ("[]", r"generation_config\.json: holds no keys"),
+        ('{"eos_token_id": "</s>"}', "eos_token_id="),
+        ('{"eos_token_id": [1, null]}', "eos_token_id=None"),
+    ],
+)
+def test_names_what_is_wrong_with_a_generation_config(content, message, tmp_path):
+    tiny_config("qwen3").save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").write_text(content, encoding="utf-8")
+    with pytest.raises(ModelError, match=message):
+        load_model_config(tmp_path)

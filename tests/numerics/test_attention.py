@@ -163,6 +163,27 @@ def test_refuses_what_it_cannot_serve():
     for cu in ([1, 10], [0, 5, 5, 10], []):
         with pytest.raises(ContractError, match="cu_seqlens"):
             varlen_attention(q, k, v, torch.tensor(cu, dtype=torch.int64))
+    whole = torch.tensor([0, 10])
+    for operands in ((q, k, v[:, :1]), (q, k[..., :16], v[..., :16])):
+        with pytest.raises(ContractError, match="do not fit"):
+            varlen_attention(*operands, whole)
+    for operands, cu in (((q, k, v), [0, 5, 15]), ((q, k[:5], v[:5]), [0, 5])):
+        with pytest.raises(ContractError, match="do not fit 10 rows of q"):
+            varlen_attention(*operands, torch.tensor(cu))
+    for dtype in (torch.float16, torch.float64):
+        with pytest.raises(ContractError, match=f"k {dtype}"):
+            varlen_attention(q, k.to(dtype), v, whole)
+        with pytest.raises(ContractError, match=r"must be torch\.float32 or torch\.bfloat16"):
+            varlen_attention(q.to(dtype), k.to(dtype), v.to(dtype), whole)
+    with pytest.raises(ContractError, match="'chunk32' is unknown; use chunk64 or fa3"):
+        varlen_attention(q, k, v, whole, "chunk32")
+    with pytest.raises(ContractError, match="fa3 needs a GPU"):
+        varlen_attention(q, k, v, whole, "fa3")
+    rows, k_pages, v_pages, batch = paged(k, v, [10], [10], 4)
+    with pytest.raises(ContractError, match="fa3 needs a GPU"):
+        paged_attention(q[rows], k_pages, v_pages, batch, "fa3")
+    with pytest.raises(ContractError, match="batch of 10 rows does not fit 3"):
+        paged_attention(q[:3], k_pages, v_pages, batch)
 
 
 @pytest.mark.parametrize(

@@ -129,6 +129,27 @@ def test_refuses_rounded_temperatures_and_wrong_shapes():
         token_log_probs(hidden.bfloat16(), weight, target, temperature)
     with pytest.raises(ContractError, match="must be float32"):
         log_probs_of(head_logits(hidden, weight), target, temperature.double())
+    for function in (head_logits, lambda h, w: token_log_probs(h, w, target, 1.0)):
+        with pytest.raises(ContractError, match="does not fit the weight"):
+            function(hidden[:, :16], weight)
+        with pytest.raises(ContractError, match=r"both must be torch\.float32 or torch\.bfloat16"):
+            function(hidden.half(), weight.half())
+
+
+@pytest.mark.parametrize("wrong", [-1, -100, 99, 127, 128, 2**32])
+def test_a_target_outside_the_vocabulary_is_refused(wrong):
+    """The padding columns (99 to 127 here) are no tokens either."""
+    hidden, weight, target, _ = _inputs(99, torch.float32)
+    target[7] = wrong
+    with pytest.raises(ContractError, match=f"target {wrong} in row 7 is outside the vocabulary of 99"):
+        token_log_probs(hidden, weight, target, 1.0)
+
+
+@pytest.mark.parametrize("wrong", [-1.0, float("nan"), float("inf")])
+def test_a_temperature_that_is_none_is_refused(wrong):
+    hidden, weight, target, _ = _inputs(99, torch.float32)
+    with pytest.raises(ContractError, match="must be finite and not negative"):
+        token_log_probs(hidden, weight, target, wrong)
 
 
 @both_dtypes

@@ -79,6 +79,15 @@ def test_an_expert_without_tokens_has_zero_gradient():
     assert not gate_up.grad[2:].any()
 
 
+@both_dtypes
+def test_no_rows_give_no_rows_and_no_gradient(dtype):
+    leaves = [t.requires_grad_() for t in (randn(0, HIDDEN, dtype=dtype), *_weights(dtype))]
+    out = _block(*leaves)
+    assert out.shape == (0, HIDDEN)
+    out.sum().backward()
+    assert all(leaf.grad is not None and leaf.grad.shape == leaf.shape and not leaf.grad.any() for leaf in leaves)
+
+
 def test_ties_go_to_the_lower_expert():
     logits = torch.zeros(3, 8)
     logits[1, 5] = logits[1, 3] = 2.0

@@ -46,6 +46,7 @@ def test_what_comes_out_even_is_fine():
         {f"{ACTOR}.fsdp_config.fsdp_size": 8},
         {f"{ACTOR}.fsdp_config.fsdp_size": 64},
         {f"{ACTOR}.ulysses_sequence_parallel_size": 2},
+        {f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size": 2},
         {f"{ROLLOUT}.agent.num_workers": 3},
     ):
         assert found(fine) == [], fine
@@ -88,6 +89,12 @@ def test_what_comes_out_even_is_fine():
             f"{REF}.log_prob_micro_batch_size_per_gpu",
             "32 sequences",
             "use_dynamic_bsz=true",
+        ),
+        (
+            {f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size": 3},
+            f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size",
+            "16 ranks",
+            "Set it to 1",
         ),
         (
             {f"{ACTOR}.ulysses_sequence_parallel_size": 3},

@@ -189,7 +189,8 @@ def test_what_would_bypass_the_contract_is_refused(folders, process_group, monke
     ("changes", "named"),
     [
         ({"strategy": "fsdp"}, "strategy"),
-        ({"ulysses_sequence_parallel_size": 2}, "ulysses"),
+        ({"ulysses_sequence_parallel_size": 2}, "actor.fsdp_config.ulysses_sequence_parallel_size=2"),
+        ({"ulysses_sequence_parallel_size": 2, "forward_only": True}, "ref.fsdp_config.ulysses_sequence_parallel_size"),
         ({"mixed_precision": {"param_dtype": "fp16"}}, "param_dtype"),
     ],
 )

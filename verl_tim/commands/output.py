@@ -78,7 +78,7 @@ class CommandWithJson(TyperCommand):
         except (typer.Exit, typer.Abort, typer.BadParameter):
             raise  # a result's exit code, or a usage error of typer's
         except KeyboardInterrupt:
-            from verl_tim.launch.process import INTERRUPTED
+            from verl_tim.launch.exit_code import INTERRUPTED
 
             _print_end(ctx, INTERRUPTED, "it was interrupted, and has no result", "run it again")
             raise  # typer ends with that code, too

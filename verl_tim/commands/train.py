@@ -133,8 +133,9 @@ def _side_by_side(matrix: Matrix, limits: tuple[int, float | None], began: float
     Composing the runs, and making models and data, is part of the time, and is ended with it.
     """
     from verl_tim.commands.several import RunsProgress, failures, runs_table
+    from verl_tim.launch.exit_code import INTERRUPTED
     from verl_tim.launch.matrix import prepared, unfinished
-    from verl_tim.launch.process import INTERRUPTED, TimeIsUp, stop_requests, within
+    from verl_tim.launch.process import TimeIsUp, stop_requests, within
     from verl_tim.launch.side_by_side import TIME_IS_UP, at_first, run_side_by_side
     from verl_tim.launch.start import ready_of
 
@@ -248,7 +249,7 @@ def explain_failure(outcome: Outcome) -> None:
     """The end of the traceback and where the log is, on stderr."""
     from rich.text import Text
 
-    from verl_tim.launch.process import INTERRUPTED
+    from verl_tim.launch.exit_code import INTERRUPTED
 
     console = stderr()
     if outcome.exit_code == INTERRUPTED:

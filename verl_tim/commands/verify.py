@@ -32,6 +32,15 @@ DTYPES = ("bfloat16", "float32")
 ROLLOUTS = ("vexact", "stock")
 PROMPTS_PER_FILE = 256
 
+_OF_SIDES = frozenset({"rollout", "dtype", "requests", "tokens", "seed", "plant"})
+TAKES: Mapping[str, frozenset[str]] = {
+    "--ops": frozenset({"attention"}),
+    "--ladder": _OF_SIDES | {"dump"},
+    "--layers": _OF_SIDES | {"dump", "trainer", "out"},
+    "the gate": _OF_SIDES | {"tensor_parallel", "pipeline_parallel"},
+}
+"""What is verified -> the parameters of `command` that it reads, beside what is verified and --json."""
+
 
 @dataclass(frozen=True)
 class Target:
@@ -44,22 +53,8 @@ class Target:
     prompt_files: tuple[str, ...] = ()
 
 
-# Options that go with some of the commands that `verify` is; all others go with each but --ops.
-_GATE, _LADDER, _LAYERS, _OPS = "the gate", "--ladder", "--layers", "--ops"
-_GOES_WITH = {
-    "attention": (_OPS,),
-    "trainer": (_LAYERS,),
-    "dump": (_LADDER, _LAYERS),
-    "out": (_LAYERS,),
-    "tensor_parallel": (_GATE,),
-    "pipeline_parallel": (_GATE,),
-    "subjects": (_GATE, _LADDER, _LAYERS, _OPS),
-    "as_json": (_GATE, _LADDER, _LAYERS, _OPS),
-}
-
-
 def command(
-    ctx: typer.Context,
+    context: typer.Context,
     subjects: Annotated[
         list[str] | None,
         typer.Argument(
@@ -135,8 +130,9 @@ def command(
     """Verify."""
     split = (tensor_parallel, pipeline_parallel)
     with bad_input():
-        chosen = [name for name, asked in ((_LADDER, ladder), (_LAYERS, layers), (_OPS, ops)) if asked]
-        _check_options(ctx, chosen)
+        if ops + ladder + layers > 1:
+            raise _exclusive()
+        check_options(context, "--ops" if ops else "--ladder" if ladder else "--layers" if layers else "the gate")
         if split != (1, 1):
             check_split(plant=plant, rollout=rollout)
     if ops:
@@ -186,28 +182,6 @@ def _title(target: Target, dtype: str, split: tuple[int, int]) -> str:
     return title if split == (1, 1) else f"{title} on {split[0]} x {split[1]} ranks"
 
 
-def _check_options(ctx: typer.Context, chosen: list[str]) -> None:
-    """Raise LaunchError for an option that the chosen command would ignore.
-
-    Args:
-        chosen: those of --ladder, --layers and --ops that were given; none: the gate.
-    """
-    from verl_tim.launch.errors import LaunchError
-
-    if len(chosen) > 1:
-        raise LaunchError.of(", ".join(chosen), "are commands of their own", "give one of them")
-    command = chosen[0] if chosen else _GATE
-    for name in ctx.params:
-        option = "--" + name.replace("_", "-")
-        # by name: Typer may bring a Click of its own, whose enumeration is another
-        given = getattr(ctx.get_parameter_source(name), "name", None) == "COMMANDLINE"
-        serves = _GOES_WITH.get(name, (_GATE, _LADDER, _LAYERS))
-        if not given or option in chosen or command in serves:
-            continue
-        others = " or ".join(serves)
-        raise LaunchError.of(option, f"goes with {others}, not with {command}", f"leave it out, or run {others}")
-
-
 def check_split(*, plant: str | None, rollout: str | None) -> None:
     """Raise LaunchError for what does not go with an engine on several ranks."""
     from verl_tim.launch.errors import LaunchError
@@ -219,6 +193,25 @@ def check_split(*, plant: str | None, rollout: str | None) -> None:
         raise LaunchError.of(key, "rollout stock runs on one rank", "give --rollout vexact")
 
 
+def _exclusive() -> Exception:
+    from verl_tim.launch.errors import LaunchError
+
+    return LaunchError.of("--ops, --ladder, --layers", "are commands of their own", "give one of them")
+
+
+def check_options(context: typer.Context, mode: str) -> None:
+    """Raise LaunchError for options that were given and that `mode`, a key of `TAKES`, would not read."""
+    from verl_tim.launch.errors import LaunchError
+
+    for name in sorted(frozenset().union(*TAKES.values()) - TAKES[mode]):
+        source = context.get_parameter_source(name)
+        # by name: Typer may bring a Click of its own, whose enumeration is another
+        if source is not None and source.name == "COMMANDLINE":
+            takers = " or ".join(other for other, names in TAKES.items() if name in names)
+            key = "--" + name.replace("_", "-")
+            raise LaunchError.of(key, f"goes with {takers}, not with {mode}", f"leave it out, or run {takers}")
+
+
 def _verify_ops(subjects: list[str], attention: str, as_json: bool) -> None:
     from verl_tim.commands.progress import Work
     from verl_tim.commands.verify_ops import print_report
@@ -226,10 +219,11 @@ def _verify_ops(subjects: list[str], attention: str, as_json: bool) -> None:
     from verl_tim.numerics.attention import ATTENTION_CONTRACTS
     from verl_tim.verification.ops import OpsError, probe_models
 
-    with bad_input(), Work("every kernel schedule against the reference") as work, quiet_libraries():
-        known = ("auto", *ATTENTION_CONTRACTS)
+    known = ("auto", *ATTENTION_CONTRACTS)
+    with bad_input():
         if attention not in known:
             raise LaunchError.of("--attention", f"{attention!r} is unknown", f"choose from {', '.join(known)}")
+    with bad_input(), Work("every kernel schedule against the reference") as work, quiet_libraries():
         try:
             reports = probe_models(
                 subjects,

@@ -15,7 +15,7 @@ from verl_tim.diagnosis.run import Run
 from verl_tim.diagnosis.run_folder import METRICS_NAME, parts
 from verl_tim.diagnosis.token_dump import dumped_steps
 from verl_tim.evidence.names import BASELINE, PLANNED, VARIANTS, RunName
-from verl_tim.launch.process import INTERRUPTED
+from verl_tim.launch.exit_code import INTERRUPTED
 from verl_tim.launch.restarts import ATTEMPTS
 
 

@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_tim.launch.compose import RECIPE_KEY, compose_config, hydra_for
 from verl_tim.launch.errors import Finding, LaunchError
-from verl_tim.launch.process import INTERRUPTED
+from verl_tim.launch.exit_code import INTERRUPTED
 from verl_tim.launch.recipes import Recipe, closest, find_recipe
 from verl_tim.launch.record import deciding, held, key_of, read_record, write_record
 from verl_tim.launch.restarts import has_checkpoint

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_tim.diagnosis.run_folder import METRICS_NAME
+from verl_tim.launch.exit_code import INTERRUPTED
 from verl_tim.launch.run_folder import LOG
 
 # How long verl and Ray may take to end on their own after Ctrl-C, and what is left of them after SIGTERM, then SIGKILL.
@@ -27,9 +28,6 @@ _FORCE_SECONDS = 5.0
 END_SECONDS = _GRACE_SECONDS + 2 * _FORCE_SECONDS
 """What `end_trees` takes at most."""
 _POLL_SECONDS = 0.25
-
-INTERRUPTED = 130
-"""Exit code of what was ended on request: by Ctrl-C, SIGTERM or SIGHUP, or because its time was up."""
 
 # What ends a run: Ctrl-C, a scheduler's or a container's stop, a terminal that is closed.
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

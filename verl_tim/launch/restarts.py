@@ -18,7 +18,8 @@ from typing import Any
 
 from omegaconf import DictConfig, open_dict
 
-from verl_tim.launch.process import INTERRUPTED, Outcome, Step, exception_names
+from verl_tim.launch.exit_code import INTERRUPTED
+from verl_tim.launch.process import Outcome, Step, exception_names
 from verl_tim.launch.run_folder import State, state_of, write_whole
 from verl_tim.training.checkpoints import TRACKER
 

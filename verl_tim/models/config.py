@@ -4,6 +4,7 @@ exactly."""
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ from verl_tim.models.architecture import Architecture, architectures
 from verl_tim.numerics.probe import ProbeShapes
 
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+          "max_position_embeddings")  # fmt: skip
+_MOE_SIZES = ("num_experts", "moe_intermediate_size", "decoder_sparse_step")
 
 
 class ModelError(ValueError):
@@ -99,6 +103,12 @@ def _refuse(condition: bool, key: str, value: Any, remedy: str) -> None:
         raise ModelError(f"config.json: {key}={value!r} is not supported; {remedy}")
 
 
+def _refuse_no_sizes(hf: PretrainedConfig, keys: tuple[str, ...]) -> None:
+    for key in keys:
+        value = getattr(hf, key)
+        _refuse(not isinstance(value, int) or value < 1, key, value, "it must be a whole number above 0")
+
+
 def _rope_spec(hf: PretrainedConfig, head_dim: int) -> RopeSpec:
     parameters = dict(hf.rope_parameters or {})
     kind = parameters.get("rope_type", "default")
@@ -110,17 +120,24 @@ def _rope_spec(hf: PretrainedConfig, head_dim: int) -> RopeSpec:
         "only rotation of the whole head is supported",
     )
     cpu = torch.device("cpu")
-    with cpu:  # an outer torch.device("meta") must not reach the table
-        if kind == "default":
-            # transformers: compute_default_rope_parameters, the same expression in every model file.
-            exponent = torch.arange(0, head_dim, 2, dtype=torch.int64).to(device=cpu, dtype=torch.float) / head_dim
-            frequencies, scaling = 1.0 / (parameters["rope_theta"] ** exponent), 1.0
-        else:
-            frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](hf, cpu)
+    remedy = "its numbers must give finite frequencies above 0"
+    try:
+        with cpu:  # an outer torch.device("meta") must not reach the table
+            if kind == "default":
+                # transformers: compute_default_rope_parameters, the same expression in every model file.
+                exponent = torch.arange(0, head_dim, 2, dtype=torch.int64).to(device=cpu, dtype=torch.float) / head_dim
+                frequencies, scaling = 1.0 / (parameters["rope_theta"] ** exponent), 1.0
+            else:
+                frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](hf, cpu)
+    except (TypeError, ValueError, KeyError, ArithmeticError) as error:
+        raise ModelError(f"config.json: rope_parameters={parameters!r} is not supported ({error}); {remedy}") from error
+    usable = bool((frequencies.isfinite() & (frequencies > 0)).all()) and 0.0 < scaling < math.inf
+    _refuse(not usable, "rope_parameters", parameters, remedy)
     return RopeSpec(kind, tuple(frequencies.to(torch.float32).tolist()), float(scaling))
 
 
 def _moe_config(hf: PretrainedConfig) -> MoEConfig:
+    _refuse_no_sizes(hf, _MOE_SIZES)
     step, dense = hf.decoder_sparse_step, set(hf.mlp_only_layers or ())
     layers = frozenset(i for i in range(hf.num_hidden_layers) if i not in dense and (i + 1) % step == 0)
     _refuse(
@@ -136,6 +153,7 @@ def _eos_ids(*values: Any) -> tuple[int, ...]:
     ids: list[int] = []
     for value in values:
         for token in [] if value is None else [value] if isinstance(value, int) else value:
+            _refuse(not isinstance(token, int), "eos_token_id", token, "it must be a token id, or a list of them")
             if token not in ids:
                 ids.append(token)
     return tuple(ids)
@@ -156,6 +174,17 @@ def config_from_hf(hf: PretrainedConfig, *, generation_eos: Any = None) -> Model
         names,
         f"expected {architecture.name}, the causal language model",
     )
+    quantised = getattr(hf, "quantization_config", None)
+    method = quantised.get("quant_method") if isinstance(quantised, dict) else type(quantised).__name__
+    _refuse(
+        quantised is not None,
+        "quantization_config.quant_method",
+        method,
+        "give a checkpoint whose weights are not quantised",
+    )
+    _refuse_no_sizes(hf, _SIZES)
+    eps = hf.rms_norm_eps
+    _refuse(not 0.0 <= eps < math.inf, "rms_norm_eps", eps, "it must be finite and not negative")
     _refuse(hf.hidden_act != "silu", "hidden_act", hf.hidden_act, "supported: 'silu'")
     _refuse(bool(hf.attention_dropout), "attention_dropout", hf.attention_dropout, "set it to 0.0")
     _refuse(
@@ -168,11 +197,12 @@ def config_from_hf(hf: PretrainedConfig, *, generation_eos: Any = None) -> Model
     _refuse(bool(other), "layer_types", other, "only full attention is supported")
     for key in ("attention_bias", "mlp_bias"):
         _refuse(bool(getattr(hf, key, False)), key, True, "only the architecture's usual biases are supported")
-    head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
-    _refuse(head_dim % 16 != 0, "head_dim", head_dim, "it must be a multiple of 16")
-    kv_heads = hf.num_key_value_heads or hf.num_attention_heads
+    head_dim = getattr(hf, "head_dim", None)
+    head_dim = hf.hidden_size // hf.num_attention_heads if head_dim is None else head_dim
+    _refuse(head_dim < 1 or head_dim % 16 != 0, "head_dim", head_dim, "it must be a multiple of 16")
+    kv_heads = hf.num_attention_heads if hf.num_key_value_heads is None else hf.num_key_value_heads
     _refuse(
-        hf.num_attention_heads % kv_heads != 0,
+        kv_heads < 1 or hf.num_attention_heads % kv_heads != 0,
         "num_key_value_heads",
         kv_heads,
         f"it must divide num_attention_heads={hf.num_attention_heads}",
@@ -189,7 +219,7 @@ def config_from_hf(hf: PretrainedConfig, *, generation_eos: Any = None) -> Model
         max_position_embeddings=hf.max_position_embeddings,
         eos_token_ids=_eos_ids(hf.eos_token_id, generation_eos),
         rope=_rope_spec(hf, head_dim),
-        rms_norm_eps=hf.rms_norm_eps,
+        rms_norm_eps=eps,
         tie_word_embeddings=bool(hf.tie_word_embeddings),
         moe=_moe_config(hf) if architecture.moe else None,
     )
@@ -213,14 +243,20 @@ def load_model_config(path: str | Path) -> ModelConfig:
     if not isinstance(raw, dict) or "model_type" not in raw:
         raise ModelError(f"{file}: has no model_type, so it is not a Hugging Face model config")
     supported = {a.model_type for a in architectures().values()}
-    if raw["model_type"] not in supported:
+    if not isinstance(raw["model_type"], str) or raw["model_type"] not in supported:
         raise ModelError(f"{file}: model_type={raw['model_type']!r} is not supported; supported: {sorted(supported)}")
     try:
         hf = AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (TypeError, ValueError, KeyError, OSError, StrictDataclassError) as error:
+    except (TypeError, ValueError, KeyError, ArithmeticError, OSError, StrictDataclassError) as error:
         raise ModelError(f"{file}: transformers cannot read it ({error})") from error
     generation_file = folder / "generation_config.json"
     generation_eos = None
     if generation_file.is_file():
-        generation_eos = json.loads(generation_file.read_text(encoding="utf-8")).get("eos_token_id")
+        try:
+            generation = json.loads(generation_file.read_text(encoding="utf-8"))
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ModelError(f"{generation_file}: not valid JSON ({error})") from error
+        if not isinstance(generation, dict):
+            raise ModelError(f"{generation_file}: holds no keys; remove it, or write the model's generation config")
+        generation_eos = generation.get("eos_token_id")
     return config_from_hf(hf, generation_eos=generation_eos)

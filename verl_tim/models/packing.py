@@ -56,6 +56,8 @@ def _packed_lengths(position_T: Tensor) -> Tensor:
 def _mask_lengths(mask_BS: Tensor, position_BS: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """(cu_seqlens, flat index of real rows, their positions) of padded input; each row's real part is contiguous."""
     mask = mask_BS.to(torch.bool)
+    if not torch.equal(mask.to(mask_BS.dtype), mask_BS):
+        raise ContractError("padded input: attention_mask must hold 1 at real tokens and 0 at padding, nothing else")
     lengths = mask.sum(1)
     if bool((lengths == 0).any()):
         raise ContractError(f"padded input: row {int((lengths == 0).nonzero()[0])} of attention_mask is all padding")
@@ -79,13 +81,23 @@ def pack(
     """Pack the arguments of the trainer's forward (see `apply_contract`).
 
     `temperature` is a float, or a tensor with one value, one per row, or one per position. Raises `ContractError` for
-    masks with holes, position ids that do not count up by one from 0, and shapes that do not fit.
+    masks with holes or of other values than 0 and 1, position ids that do not count up by one from 0, input without
+    tokens, and shapes that do not fit.
     """
     if input_ids.dim() != 2:
         raise ContractError(f"input_ids must be [batch, sequence], got {tuple(input_ids.shape)}")
     batch, length = input_ids.shape
-    if position_ids is not None and position_ids.dim() != 2:
-        raise ContractError(f"position_ids must be [batch, sequence], got {tuple(position_ids.shape)}")
+    if input_ids.numel() == 0:
+        raise ContractError(f"input_ids {tuple(input_ids.shape)} holds no token; leave such a micro-batch out")
+    if position_ids is not None and position_ids.shape not in ((batch, length), (1, length)):
+        raise ContractError(
+            f"position_ids must be [batch, sequence] or [1, sequence] of input_ids {tuple(input_ids.shape)}, got "
+            f"{tuple(position_ids.shape)}"
+        )
+    if attention_mask is not None and attention_mask.shape != input_ids.shape:
+        raise ContractError(
+            f"attention_mask {tuple(attention_mask.shape)} must have the shape of input_ids {tuple(input_ids.shape)}"
+        )
     labels = torch.roll(input_ids, -1, 1) if shift_labels is None else shift_labels
     if labels.shape != input_ids.shape:
         raise ContractError(

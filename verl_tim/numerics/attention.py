@@ -31,6 +31,7 @@ from torch import Tensor
 from verl_tim.numerics.contract import (
     CHUNK_KEYS,
     KEY_BLOCK,
+    OPERAND_DTYPES,
     ROW_FLOOR,
     ContractError,
     ceil_to,
@@ -208,8 +209,21 @@ def _schedules(contract: str) -> Any:
     return kernels(contract)
 
 
-def _check_heads(q_THD: Tensor, num_kv_heads: int) -> None:
+def _check(q_THD: Tensor, k: Tensor, v: Tensor, contract: str) -> None:
+    """Raise `ContractError` unless the operands fit each other and the device serves the contract."""
     heads, dim = q_THD.shape[1:]
+    num_kv_heads = k.shape[-2]
+    if contract not in ATTENTION_CONTRACTS:
+        raise ContractError(f"attention: contract {contract!r} is unknown; use {' or '.join(ATTENTION_CONTRACTS)}")
+    if contract != ATTENTION_CONTRACTS[0] and not on_gpu(q_THD):
+        raise ContractError(f"attention: {contract} needs a GPU; use {ATTENTION_CONTRACTS[0]} on both sides")
+    if k.shape != v.shape or k.shape[-1] != dim:
+        raise ContractError(f"attention: q {tuple(q_THD.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} do not fit")
+    if not q_THD.dtype == k.dtype == v.dtype or q_THD.dtype not in OPERAND_DTYPES:
+        raise ContractError(
+            f"attention: q is {q_THD.dtype}, k {k.dtype}, v {v.dtype}; all must be "
+            f"{' or '.join(map(str, OPERAND_DTYPES))}"
+        )
     if heads % num_kv_heads:
         raise ContractError(f"attention: {heads} query heads are not a multiple of {num_kv_heads} kv heads")
     if dim % 16:
@@ -234,9 +248,14 @@ def paged_attention(
 
     Returns:
         [T, heads, head_dim]; rows beyond the batch's are zero.
+
+    Raises:
+        ContractError: operands that do not fit each other, or a contract that this device does not serve.
     """
     num_kv_heads = k_pages_PSHD.shape[2]
-    _check_heads(q_THD, num_kv_heads)
+    _check(q_THD, k_pages_PSHD, v_pages_PSHD, contract)
+    if batch.num_rows > q_THD.shape[0]:
+        raise ContractError(f"attention: a batch of {batch.num_rows} rows does not fit {q_THD.shape[0]} rows of q")
     if on_gpu(q_THD):
         return _schedules(contract).paged(q_THD, k_pages_PSHD, v_pages_PSHD, batch)
     k_rows = k_pages_PSHD.flatten(0, 1)
@@ -374,9 +393,17 @@ def varlen_attention(
 
     Returns:
         [T, heads, head_dim]; rows beyond cu_seqlens[-1] are zero.
+
+    Raises:
+        ContractError: operands or sequences that do not fit each other, or a contract that this device does not serve.
     """
-    _check_heads(q_THD, k_THD.shape[1])
+    _check(q_THD, k_THD, v_THD, contract)
     packed = sequences if isinstance(sequences, PackedSequences) else PackedSequences(sequences)
+    if not packed.num_rows <= q_THD.shape[0] == k_THD.shape[0]:
+        raise ContractError(
+            f"attention: sequences of {packed.num_rows} rows do not fit {q_THD.shape[0]} rows of q and "
+            f"{k_THD.shape[0]} of k and v"
+        )
     return _VarlenAttention.apply(q_THD, k_THD, v_THD, packed, contract)
 
 

@@ -34,7 +34,7 @@ class Dispatch:
         """[T, D] -> [R, D]: each token's row copied to its experts' segments, zeros in padding."""
         tokens, slots = self.row_TK.shape
         out = torch.zeros(self.num_rows, x_TD.shape[1], dtype=x_TD.dtype, device=x_TD.device)
-        source = x_TD[:, None].expand(tokens, slots, -1).reshape(tokens * slots, -1)
+        source = x_TD[:, None].expand(tokens, slots, -1).flatten(0, 1)
         return out.index_copy_(0, self.row_TK.view(-1), source)
 
     def scatter(self, x_TKD: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ class Dispatch:
 
     def slots(self, y_RD: Tensor) -> Tensor:
         """[R, D] -> [T, K, D]."""
-        return y_RD.index_select(0, self.row_TK.view(-1)).view(*self.row_TK.shape, -1)
+        return y_RD.index_select(0, self.row_TK.view(-1)).unflatten(0, self.row_TK.shape)
 
 
 def dispatch(expert_TK: Tensor, num_experts: int) -> Dispatch:
@@ -73,7 +73,7 @@ def grouped_matmul(x_RK: Tensor, weight_EPK: Tensor, plan: Dispatch) -> Tensor:
     """float32 [R, K] x per-expert W^T [E, P, K] -> [R, P]; segments and P already padded."""
     num_experts, columns, _ = weight_EPK.shape
     if plan.capacity is not None and not row_blocks():
-        x = x_RK.view(num_experts, plan.capacity, -1)
+        x = x_RK.unflatten(0, (num_experts, plan.capacity))
         return torch.bmm(x, weight_EPK.transpose(1, 2)).view(plan.num_rows, columns)
     out = torch.empty(plan.num_rows, columns, device=x_RK.device)
     for e, (start, stop) in enumerate(zip(plan.starts, plan.starts[1:], strict=False)):
@@ -96,8 +96,8 @@ def grouped_weight_grad(grad_RN: Tensor, x_RK: Tensor, plan: Dispatch) -> Tensor
     """Gradient of the grouped weights, float32 [E, N, K]."""
     num_experts = len(plan.starts) - 1
     if plan.capacity is not None:
-        shape = (num_experts, plan.capacity, -1)
-        return torch.bmm(grad_RN.view(shape).transpose(1, 2), x_RK.view(shape))
+        shape = (num_experts, plan.capacity)
+        return torch.bmm(grad_RN.unflatten(0, shape).transpose(1, 2), x_RK.unflatten(0, shape))
     out = torch.zeros(num_experts, grad_RN.shape[1], x_RK.shape[1], device=x_RK.device)
     for e, (start, stop) in enumerate(zip(plan.starts, plan.starts[1:], strict=False)):
         if stop > start:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from verl_tim.numerics.contract import (
     COLUMN_FLOOR,
+    OPERAND_DTYPES,
     ROW_FLOOR,
     VOCAB_TILE,
     ContractError,
@@ -40,13 +41,22 @@ class LogSumExp(NamedTuple):
     log_sum_T: Tensor
 
 
+def _check(hidden_TD: Tensor, weight_VD: Tensor) -> None:
+    if hidden_TD.dtype != weight_VD.dtype or hidden_TD.dtype not in OPERAND_DTYPES:
+        raise ContractError(
+            f"head: hidden is {hidden_TD.dtype} and the weight {weight_VD.dtype}; both must be "
+            f"{' or '.join(map(str, OPERAND_DTYPES))}"
+        )
+    if hidden_TD.dim() != 2 or weight_VD.dim() != 2 or hidden_TD.shape[1] != weight_VD.shape[1]:
+        raise ContractError(f"head: hidden {tuple(hidden_TD.shape)} does not fit the weight {tuple(weight_VD.shape)}")
+
+
 def head_logits(hidden_TD: Tensor, weight_VD: Tensor) -> Tensor:
     """float32 logits [T, P], P = vocabulary padded to `COLUMN_FLOOR` with -inf (on a GPU not padded). No autograd.
 
-    Raises `ContractError` when the operand dtypes differ.
+    Raises `ContractError` for operands whose dtypes or shapes do not fit.
     """
-    if hidden_TD.dtype != weight_VD.dtype:
-        raise ContractError(f"head: hidden is {hidden_TD.dtype} but the weight is {weight_VD.dtype}")
+    _check(hidden_TD, weight_VD)
     if on_gpu(hidden_TD):
         return kernels("gemm").gemm(hidden_TD, weight_VD, out_dtype=torch.float32)
     padded = operand(pad_dim0(weight_VD, COLUMN_FLOOR))
@@ -234,8 +244,13 @@ class _TokenLogProbs(torch.autograd.Function):
 
 
 def as_temperature(temperature: float | Tensor, rows: int, device: torch.device) -> Tensor:
-    """Float32 [rows] temperatures from a scalar or a [rows] tensor; a rounded (half-precision) tensor is refused."""
+    """Float32 [rows] temperatures from a scalar or a [rows] tensor.
+
+    A rounded (half-precision) tensor is refused, and a scalar that is negative or not finite.
+    """
     if not isinstance(temperature, Tensor):
+        if not 0.0 <= temperature < float("inf"):
+            raise ContractError(f"head: temperature={temperature}; it must be finite and not negative")
         return torch.full((rows,), float(temperature), dtype=torch.float32, device=device)
     if temperature.dtype not in (torch.float32, torch.float64):
         raise ContractError(
@@ -268,15 +283,26 @@ def token_log_probs(
     Returns:
         (log_probs float32 [T], entropy float32 [T] or None). Same bits as `sampling.draw`; on a CPU also as
         `log_probs_of(head_logits(...))`.
+
+    Raises:
+        ContractError: dtypes, shapes or a temperature that do not fit; on a CPU a target outside the vocabulary, too (a
+            GPU, which that would wait for, gives it NaN).
     """
-    if hidden_TD.dtype != weight_VD.dtype:
-        raise ContractError(f"head: hidden is {hidden_TD.dtype} but the weight is {weight_VD.dtype}")
+    _check(hidden_TD, weight_VD)
     temperature_T = as_temperature(temperature, hidden_TD.shape[0], hidden_TD.device)
     if temperature_T.shape != target_T.shape or target_T.shape[0] != hidden_TD.shape[0]:
         raise ContractError(
             f"head: {hidden_TD.shape[0]} rows, {tuple(target_T.shape)} targets and {tuple(temperature_T.shape)} "
             "temperatures must agree"
         )
+    if not on_gpu(hidden_TD):
+        outside_T = (target_T < 0) | (target_T >= weight_VD.shape[0])
+        if bool(outside_T.any()):
+            row = int(outside_T.nonzero()[0])
+            raise ContractError(
+                f"head: target {int(target_T[row])} in row {row} is outside the vocabulary of {weight_VD.shape[0]}; "
+                "mask such rows and give them any token"
+            )
     return _TokenLogProbs.apply(hidden_TD, weight_VD, target_T, temperature_T, with_entropy, top1_out_T)
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from verl_tim.numerics.contract import (
     COLUMN_FLOOR,
+    OPERAND_DTYPES,
     ROW_FLOOR,
     ContractError,
     ceil_to,
@@ -107,12 +108,17 @@ def linear(
         out_dtype: dtype of the result; None means the operand dtype.
 
     Returns:
-        [T, N]. Raises `ContractError` when the operand dtypes differ or the shapes do not fit.
+        [T, N]. Raises `ContractError` for operands of different or other dtypes, and shapes that do not fit.
     """
-    if x_TK.dtype != weight_NK.dtype:
-        raise ContractError(f"linear: x is {x_TK.dtype} but the weight is {weight_NK.dtype}; both must be the same")
-    if x_TK.dim() != 2 or x_TK.shape[1] != weight_NK.shape[1]:
+    if x_TK.dtype != weight_NK.dtype or x_TK.dtype not in OPERAND_DTYPES:
+        raise ContractError(
+            f"linear: x is {x_TK.dtype} and the weight {weight_NK.dtype}; both must be "
+            f"{' or '.join(map(str, OPERAND_DTYPES))}"
+        )
+    if x_TK.dim() != 2 or weight_NK.dim() != 2 or x_TK.shape[1] != weight_NK.shape[1]:
         raise ContractError(f"linear: x {tuple(x_TK.shape)} does not fit weight {tuple(weight_NK.shape)}")
+    if bias_N is not None and bias_N.shape != weight_NK.shape[:1]:
+        raise ContractError(f"linear: bias {tuple(bias_N.shape)} does not fit {weight_NK.shape[0]} outputs")
     return _Linear.apply(x_TK, weight_NK, bias_N, out_dtype or x_TK.dtype)
 
 

@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from verl_tim.training.config import SEQUENCE_PARALLEL_KEYS
 from verl_tim.training.finding import Finding
 
 if TYPE_CHECKING:
@@ -36,10 +37,12 @@ def batches(view: View, _: Cluster | None) -> Iterator[Finding]:
         return  # said by the checks of the values
     batch, mini, n = (int(value) for value in sizes.values())
     ranks = view.ranks
-    sequence_parallel = int(view.get(f"{_ACTOR}.ulysses_sequence_parallel_size", 1))
+    split = {key: int(view.get(key, 1)) for key in SEQUENCE_PARALLEL_KEYS}
+    sequence_key = next((key for key, size in split.items() if size > 1), SEQUENCE_PARALLEL_KEYS[0])
+    sequence_parallel = split[sequence_key]
     if ranks % sequence_parallel:
         yield Finding(
-            f"{_ACTOR}.ulysses_sequence_parallel_size",
+            sequence_key,
             f"it is {sequence_parallel} and does not divide the {_ranks(view)}",
             "Set it to 1",
         )

@@ -43,6 +43,12 @@ ROLLOUTS = ("vexact", "stock")
 BACKEND_KEY = "actor_rollout_ref.model.fused_kernel_options.impl_backend"
 ATTENTION_KEY = "actor_rollout_ref.model.fused_kernel_options.attention"
 """The attention contract of trainer and rollout alike: auto (also where the key is absent), chunk64 or fa3."""
+SEQUENCE_PARALLEL_KEYS = (
+    "actor_rollout_ref.actor.ulysses_sequence_parallel_size",
+    "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size",
+)
+"""Over how many ranks the actor splits a sequence. verl 0.9.1 calls the first deprecated; above 1 it wins (workers/
+config/actor.py:327)."""
 CONTRACT_BACKEND = "contract"
 # Brings our FSDP engine into the workers (`actor_rollout_ref.model.external_lib`).
 EXTERNAL_LIB = "verl_tim.training.external"

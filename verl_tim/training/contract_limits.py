@@ -24,14 +24,26 @@ class Limit(NamedTuple):
     remedy: str
 
 
-LIMITS = (
-    Limit(
+def _sequence_parallel(key: str) -> Limit:
+    return Limit(
         "sequence-parallel",
-        "actor.ulysses_sequence_parallel_size",
+        key,
         lambda value: int(value) > 1,
         "the contract does not cover sequence parallelism, which splits sequences across ranks",
         "Set it to 1",
-    ),
+    )
+
+
+def _quantised(key: str) -> Limit:
+    return Limit("quantised-training", key, bool, "the contract does not cover quantised training", "Set it to false")
+
+
+LIMITS = (
+    # verl 0.9.1 reads both keys of a side, and calls the first deprecated (workers/config/actor.py:327)
+    _sequence_parallel("actor.ulysses_sequence_parallel_size"),
+    _sequence_parallel("actor.fsdp_config.ulysses_sequence_parallel_size"),
+    _sequence_parallel("ref.ulysses_sequence_parallel_size"),
+    _sequence_parallel("ref.fsdp_config.ulysses_sequence_parallel_size"),
     Limit("lora", "model.lora_rank", lambda value: int(value) > 0, "the contract does not cover LoRA", "Set it to 0"),
     Limit("lora", "model.lora.rank", lambda value: int(value) > 0, "the contract does not cover LoRA", "Set it to 0"),
     Limit("lora", "model.lora_adapter_path", bool, "the contract does not cover LoRA", "Set it to null"),
@@ -43,13 +55,8 @@ LIMITS = (
         "tiled MLP replaces modules that the contract computes",
         "Set it to false",
     ),
-    Limit(
-        "quantised-training",
-        "actor.fsdp_config.qat.enable",
-        bool,
-        "the contract does not cover quantised training",
-        "Set it to false",
-    ),
+    _quantised("actor.fsdp_config.qat.enable"),
+    _quantised("ref.fsdp_config.qat.enable"),
     Limit(
         "multi-token-prediction",
         "model.mtp.enable",
@@ -61,7 +68,7 @@ LIMITS = (
 
 
 def value_in_worker(key: str, model_config: Any, engine_config: Any) -> Any:
-    """A limit's value as a worker has it: `model.*` in its model config, `actor.*` in its engine config."""
+    """A limit's value as a worker has it: `model.*` in its model config, `actor.*` and `ref.*` in its engine config."""
     head, *path = key.split(".")
     value = model_config if head == "model" else engine_config
     for name in path[1:] if path[0] == "fsdp_config" else path:

@@ -236,6 +236,8 @@ def refuse_bypasses(model_config: Any, engine_config: Any) -> None:
             "strategy=fsdp2 for actor and ref"
         )
     for limit in LIMITS:
+        if limit.key.startswith("actor." if engine_config.forward_only else "ref."):
+            continue  # the other side's
         value = value_in_worker(limit.key, model_config, engine_config)
         if value is not None and limit.wrong(value):
             found.append(f"actor_rollout_ref.{limit.key}={value}: {limit.problem}; {limit.remedy.lower()}")

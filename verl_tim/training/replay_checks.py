@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 
 from verl_tim.correction import ConfigError
 from verl_tim.replay.routers import NUM_EXPERTS
-from verl_tim.training.config import EXTERNAL_LIB, EXTERNAL_LIBS, reader
+from verl_tim.training.config import EXTERNAL_LIB, EXTERNAL_LIBS, SEQUENCE_PARALLEL_KEYS, reader
 from verl_tim.training.correction_config import CORRECTION_KEY, of_run
 from verl_tim.training.finding import Finding
 from verl_tim.training.replay_config import (
@@ -32,10 +32,6 @@ _STAGES_KEY = "actor_rollout_ref.rollout.pipeline_model_parallel_size"
 _AGENT_KEY = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
 _AGENT_LOOP = "verl_tim.rollout.agent_loop.SeededAgentLoopManager"
 _MODEL_KEY = "actor_rollout_ref.model.path"
-_SEQUENCE_KEYS = (
-    "actor_rollout_ref.actor.ulysses_sequence_parallel_size",
-    "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size",
-)
 _OFFLOAD_KEY = "actor_rollout_ref.model.enable_activation_offload"
 _Get = Callable[..., Any]
 
@@ -124,7 +120,7 @@ def _engine(get: _Get) -> Iterator[Finding]:
             f"it is {library}, and verl's own FSDP engine switches replay off without a word",
             f"Set it to {EXTERNAL_LIB}",
         )
-    for key in _SEQUENCE_KEYS:
+    for key in SEQUENCE_PARALLEL_KEYS:
         if int(get(key, 1)) > 1:
             yield Finding(
                 key,

@@ -200,7 +200,7 @@ def _ray_resources(view: View, cluster: Cluster | None) -> Iterator[Finding]:
 
 
 def _cpu_machine(view: View, _: Cluster | None) -> Iterator[Finding]:
-    """On a machine without an accelerator: the device, the training engine, and attention that needs a GPU."""
+    """On a machine without an accelerator: the device, the training engine, and what needs a GPU."""
     if not view.cpu_only:
         return
     if view.get("trainer.device", "cuda") != "cpu":
@@ -222,6 +222,13 @@ def _cpu_machine(view: View, _: Cluster | None) -> Iterator[Finding]:
         )
     if view.contract and view.get(ATTENTION_KEY) == "fa3":
         yield Finding(ATTENTION_KEY, "fa3 needs a Hopper GPU", "Set it to chunk64")
+    if view.get("actor_rollout_ref.model.enable_activation_offload", False):
+        # verl 0.9.1, utils/activation_offload.py:176: pins host memory, which the first update would fail at
+        yield Finding(
+            "actor_rollout_ref.model.enable_activation_offload",
+            "it moves a GPU's activations to the host, and there is no GPU",
+            "Set it to false",
+        )
 
 
 def _strategy(view: View, _: Cluster | None) -> Iterator[Finding]:

@@ -118,6 +118,8 @@ def test_refuses_what_it_cannot_serve():
         gemm.gemm(x[:, :32], weight)
     with pytest.raises(ContractError, match="bias"):
         gemm.gemm(x, weight, bias_N=bias[:-1])
+    with pytest.raises(ContractError, match="bias's last dimension must be contiguous"):
+        gemm.gemm(x, weight, bias_N=torch.cat([bias, bias])[::2])
     with pytest.raises(ContractError, match="out "):
         gemm.gemm(x, weight, out_dtype=torch.float16)
     with pytest.raises(ContractError, match="contiguous"):
@@ -287,6 +289,18 @@ def test_swiglu_in_the_product(rows, inner_size, depth):
     else:  # the interpreter's matrix product orders by the shape of the block
         assert (got.float() - want.float()).abs().max() <= 0.02 * want.float().abs().max()
     assert few_rows.swiglu(x[:, : depth - 8], weight[:, : depth - 8]) is None
+
+
+def test_swiglu_in_the_product_refuses_what_it_would_misread():
+    few_rows = pytest.importorskip("verl_tim.numerics.gpu.few_rows")
+    x, weight, _ = _inputs(3, 64, 128)
+    with pytest.raises(ContractError, match="gate_up: x has stride 2"):
+        few_rows.swiglu(torch.cat([x, x], 1)[:, ::2], weight)
+    with pytest.raises(ContractError, match=r"gate_up: x is torch\.float32"):
+        few_rows.swiglu(x.float(), weight)
+    for other in (weight[:, :64], weight[:63]):
+        with pytest.raises(ContractError, match="gate_up: weight is"):
+            few_rows.swiglu(x, other)
 
 
 @pytest.mark.gpu

@@ -29,6 +29,22 @@ def test_ties_go_to_the_lower_expert():
 
 
 @pytest.mark.parametrize("normalise", [True, False])
+@pytest.mark.parametrize("experts", [6, 8])
+@pytest.mark.parametrize("broken", ["nan", "one nan", "inf", "-inf"])
+def test_a_row_of_broken_logits_stays_within_the_experts(broken, experts, normalise):
+    logits = values(9, experts, scale=2.0, dtype=torch.float32)
+    want_expert, want_weight = router.route(logits, 3, normalise)
+    logits[4, 2 if broken == "one nan" else slice(None)] = float(broken.removeprefix("one "))
+    expert, weight = router.route(logits, 3, normalise)
+    assert expert[4].tolist() == [0, 1, 2]
+    assert bool(weight[4].isnan().all())
+    assert bool(router.weigh(logits, expert, normalise)[4].isnan().all())
+    others = torch.arange(9, device=DEVICE) != 4
+    assert torch.equal(expert[others], want_expert[others])
+    assert same_bits(weight[others], want_weight[others])
+
+
+@pytest.mark.parametrize("normalise", [True, False])
 def test_gradients(normalise):
     x, weight = values(7, 32), values(10, 32, seed=1, scale=0.3)
     grad = values(7, 3, seed=2, dtype=torch.float32)

@@ -55,7 +55,8 @@ def command(
     """Run the benchmark; exit code 1 if an engine that is here failed, 130 if it was stopped, and what it had measured
     is printed."""
     from verl_tim.bench import rollout
-    from verl_tim.launch.process import INTERRUPTED, stop_requests
+    from verl_tim.launch.exit_code import INTERRUPTED
+    from verl_tim.launch.process import stop_requests
     from verl_tim.models import load_model_config
 
     with bad_input():

@@ -31,7 +31,7 @@ def token_budget(view: View) -> Iterator[Finding]:
     run dies at the first answer that is long enough, perhaps days after the start.
     """
     longest = view.whole("data.max_prompt_length", 0) + view.whole("data.max_response_length", 0)
-    split = max(1, view.whole(f"{ACTOR}.ulysses_sequence_parallel_size", 1))
+    split = view.sequence_parallel
     for switch, key in (
         (f"{ACTOR}.use_dynamic_bsz", f"{ACTOR}.ppo_max_token_len_per_gpu"),
         (f"{ROLLOUT}.log_prob_use_dynamic_bsz", f"{ROLLOUT}.log_prob_max_token_len_per_gpu"),

@@ -39,7 +39,11 @@ _START_CHECKS: dict[str, tuple[str, Severity, tuple[str, ...]]] = {
         Severity.STOPS,
         ("ray_kwargs.ray_init.num_cpus", "ray_kwargs.ray_init.num_gpus", "trainer.nnodes"),
     ),
-    "_cpu_machine": ("cpu", Severity.STOPS, ("trainer.device", f"{MODEL}.external_lib", ATTENTION_KEY)),
+    "_cpu_machine": (
+        "cpu",
+        Severity.STOPS,
+        ("trainer.device", f"{MODEL}.external_lib", ATTENTION_KEY, f"{MODEL}.enable_activation_offload"),
+    ),
     "_strategy": ("strategy", Severity.EXACTNESS, (f"{ACTOR}.strategy",)),
     "_contract": ("contract", Severity.EXACTNESS, (BACKEND_KEY, f"{MODEL}.use_fused_kernels", ATTENTION_KEY)),
     "_dtypes": (

@@ -7,7 +7,7 @@ from typing import Any
 
 from verl_tim.doctor.rule import ACTOR, MODEL, ROLLOUT, Rule, Rules, Severity, found
 from verl_tim.doctor.view import PARAM_DTYPE_KEY, View
-from verl_tim.training.config import BACKEND_KEY, CONTRACT_BACKEND
+from verl_tim.training.config import BACKEND_KEY, CONTRACT_BACKEND, SEQUENCE_PARALLEL_KEYS
 from verl_tim.training.contract_limits import LIMITS
 from verl_tim.training.finding import Finding
 
@@ -223,7 +223,7 @@ def attention(view: View) -> Iterator[Finding]:
     "exact.fused-sequence-parallel",
     Severity.EXACTNESS,
     f"{MODEL}.use_fused_kernels",
-    f"{ACTOR}.ulysses_sequence_parallel_size",
+    *SEQUENCE_PARALLEL_KEYS,
     remedy=f"set {MODEL}.use_fused_kernels=false, or {ACTOR}.ulysses_sequence_parallel_size=1",
     reports=("verl#3723",),
 )
@@ -231,6 +231,6 @@ def fused_sequence_parallel(view: View) -> Iterator[Finding]:
     """verl's fused head was reported to return wrong log-probs where sequences are split across ranks: not rounding,
     but another token's value at the border.
     """
-    size = view.whole(f"{ACTOR}.ulysses_sequence_parallel_size", 1)
+    size = view.sequence_parallel
     if view.get(f"{MODEL}.use_fused_kernels", False) and size > 1 and not view.contract:
         yield found(f"{MODEL}.use_fused_kernels", f"it is true with sequences split over {size} ranks")

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from verl_tim.numerics.gpu.activation import silu_times
+from verl_tim.numerics.gpu.operand import require_rows, require_shape
 from verl_tim.numerics.gpu.overlap import begin, launch
 
 REFERENCE: dict[str, Any] = {"bm": 64, "bn": 64, "bk": 64, "swap": False, "warps": 4, "stages": 3}
@@ -115,7 +116,12 @@ def swiglu(x_TK: Tensor, weight_JK: Tensor, config: dict[str, int] | None = None
 
     Returns:
         bfloat16 [T, I]; None where K is no multiple of the kernel's step.
+
+    Raises:
+        ContractError: dtypes or shapes that do not fit.
     """
+    require_rows("gate_up", x=x_TK, weight=weight_JK)
+    require_shape("gate_up", "weight", weight_JK, (weight_JK.shape[0] // 2 * 2, x_TK.shape[1]))
     options = config or _SWIGLU
     rows, inner = x_TK.shape
     outputs = weight_JK.shape[0] // 2

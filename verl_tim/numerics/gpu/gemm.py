@@ -153,8 +153,8 @@ def _check(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out_TN: Tenso
         )
     if bias_N is not None and bias_N.shape != weight_NK.shape[:1]:
         raise ContractError(f"gemm: bias {tuple(bias_N.shape)} does not fit {weight_NK.shape[0]} outputs")
-    for name, t in (("x", x_TK), ("the weight", weight_NK), ("out", out_TN)):
-        if t.stride(1) != 1 and t.shape[1] > 1:
+    for name, t in (("x", x_TK), ("the weight", weight_NK), ("out", out_TN), ("bias", bias_N)):
+        if t is not None and t.stride(-1) != 1 and t.shape[-1] > 1:
             raise ContractError(f"gemm: {name}'s last dimension must be contiguous, its strides are {t.stride()}")
 
 
@@ -171,7 +171,7 @@ def gemm(
     Args:
         x_TK: bfloat16 [T, K], last dimension contiguous (rows may be strided). Any T.
         weight_NK: bfloat16 [N, K], likewise.
-        bias_N: [N] or None.
+        bias_N: [N], contiguous, or None.
         out_dtype: torch.bfloat16 or torch.float32 (the accumulator as it is); `out` overrides it.
         out: [T, N], rows may be strided.
 

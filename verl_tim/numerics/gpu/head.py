@@ -156,7 +156,10 @@ def _from_weights(
     acc = accumulate(hidden_ptr, weight_ptr, row_L, row < rows, col_N, stride_x, stride_w, K, BM, TILE, BK, SWAP)
     x0, x1, x2, x3 = quarters(tl.trans(acc) if SWAP else acc, BM, TILE)
     first_L = tl.zeros((BM,), tl.int32) + tile * TILE
-    target_L = (tl.load(target_ptr + row_L) if TARGET else row_L).to(tl.int32)
+    target_L = row_L.to(tl.int32)
+    if TARGET:
+        target = tl.load(target_ptr + row_L)
+        target_L = tl.where((target >= 0) & (target < vocab), target, -1).to(tl.int32)  # no other id in 32 bits
     seed_L = tl.load(seed_ptr + row_L) if SAMPLE else row_L
     position_L = tl.load(position_ptr + row_L) if SAMPLE else row_L
     store_parts(

@@ -2,7 +2,8 @@
 
 Rule as `verl_tim.numerics.moe`: ties in probability go to the lower expert index, the chosen weights are divided by
 their float32 sum where the model says so. The softmax sum is `sums.tree_sum`, the sum of the chosen weights runs in
-slot order; so a row's routes do not depend on its batch.
+slot order; so a row's routes do not depend on its batch. A row whose logits hold NaN or +inf, or no finite value, takes
+the first k experts with NaN for weights, as on a CPU: no kernel behind it may meet an expert that does not exist.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ def _route(
     expert_E = tl.arange(0, 2**LOG_E)
     slot_S = tl.arange(0, SLOTS)
     p = _softmax(logits, row_R, live_R, expert_E, experts, ROWS, LOG_E)
-    p = tl.where((expert_E < experts)[None, :], p, -1.0)
+    broken_RE = p != p  # all of a row or nothing: its sum is NaN
+    p = tl.where((expert_E < experts)[None, :], tl.where(broken_RE, 0.0, p), -1.0)
     weight_RS = tl.zeros([ROWS, SLOTS], tl.float32)
     expert_RS = tl.zeros([ROWS, SLOTS], tl.int32)
     total_R = tl.zeros([ROWS], tl.float32)
@@ -61,6 +63,8 @@ def _route(
         total_R += best_R
     if NORMALISE:
         weight_RS = tl.div_rn(weight_RS, tl.broadcast_to(total_R[:, None], [ROWS, SLOTS]))
+    broken_R = tl.max(broken_RE.to(tl.int32), axis=1) > 0
+    weight_RS = tl.where(broken_R[:, None], float("nan"), weight_RS)
     live = live_R[:, None] & (slot_S < TOP_K)[None, :]
     at = row_R[:, None] * TOP_K + slot_S[None, :]
     if not GIVEN:

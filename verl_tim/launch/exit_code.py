@@ -1,0 +1,9 @@
+"""Exit codes that have a meaning of their own.
+
+This file imports nothing of weight: who is being interrupted reads it, perhaps in the middle of torch's import.
+"""
+
+from __future__ import annotations
+
+INTERRUPTED = 130
+"""Of what was ended on request: by Ctrl-C, SIGTERM or SIGHUP, or because its time was up."""
