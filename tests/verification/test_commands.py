@@ -65,7 +65,7 @@ def test_bad_input_is_named(random_models, tmp_path):
         ([model, "--dump", "x.npz"], "goes with --ladder or --layers, not with the gate"),
         ([model, "--trainer", "stock"], "goes with --layers, not with the gate"),
         ([model, "--attention", "chunk64"], "goes with --ops, not with the gate"),
-        ([model, "--ops"], "--requests: goes with --ladder or --layers or the gate, not with --ops"),
+        ([model, "--ops"], "goes with --ladder or --layers or the gate, not with --ops"),
         (["--layers", "--dump", "x.npz"], "a dump is of one model"),
         ([model, "--layers", "--dump", str(tmp_path / "none.npz")], "there is no file"),
         ([model, "--ladder", "--dump", str(tmp_path / "empty.npz")], "lacks prompt_ids"),

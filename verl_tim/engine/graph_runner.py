@@ -299,6 +299,8 @@ class GraphRunner(ModelRunner):
         under_way.appendleft(None if plan is None else self._prepare(plan, weight_version))
         mine = under_way[place.stage]
         if mine is not None:
+            if len(unclean_P := mine.plan.unclean_P):
+                self._device.submit(lambda: self._clean(unclean_P))
             mine.submit()
         if place.stages > 1:
             self._pass_on(mine)

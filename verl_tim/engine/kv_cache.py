@@ -9,6 +9,9 @@ are padded with it. Every other page is in exactly one of three states:
     cached    owned by nobody, but its content is known under a key, so that an equal prefix can take it back; evicted,
               least recently used first, when the free stack is empty
 
+A page that is not owned may be unclean: what was written there last was never seen to be finite. A masked key counts as
+zero times its value, so that such a page must be zeroed before its next owner reads it (`take_unclean`).
+
 All verbs cost O(pages moved), whatever the pool's size.
 """
 
@@ -35,6 +38,7 @@ class PagePool:
         self._key_of: dict[int, bytes] = {}  # registered pages, owned or cached
         self._page_of: dict[bytes, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._unclean = np.zeros(num_pages + 1, dtype=bool)
         self.num_evicted = 0
 
     @property
@@ -81,6 +85,25 @@ class PagePool:
             orphans = orphans[~known]
         self._stack[self._top : self._top + len(orphans)] = orphans
         self._top += len(orphans)
+
+    # Pages that may hold numbers that are not finite.
+
+    def suspect(self, pages: np.ndarray) -> None:
+        """Note that ``pages``, the null page among them or not, may hold such numbers."""
+        self._unclean[pages] = True
+
+    def suspect_all(self) -> None:
+        self._unclean[:] = True
+
+    def take_unclean(self, pages: np.ndarray) -> np.ndarray:
+        """Those of ``pages`` (fresh from :meth:`allocate`) and of the null page that are to be zeroed before their use.
+
+        They count as clean from now on.
+        """
+        pages = np.append(pages, 0)
+        unclean = pages[self._unclean[pages]]
+        self._unclean[unclean] = False
+        return unclean
 
     # Prefix cache. A key stands for a page's tokens, everything before them and the weights (prefix_cache.py).
 

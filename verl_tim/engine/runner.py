@@ -134,6 +134,17 @@ class ModelRunner:
     def release_kv_cache(self) -> None:
         self._k_pages_LPSHD = self._v_pages_LPSHD = None
 
+    def _clean(self, pages_P: np.ndarray) -> None:
+        """Zero pages that may hold numbers that are not finite, in all layers."""
+        if not len(pages_P):
+            return
+        index_P = torch.from_numpy(pages_P)
+        if self.model.device.type == "cuda":  # from pinned memory, so that the host does not wait
+            index_P = index_P.pin_memory().to(self.model.device, non_blocking=True)
+        for pages_LPSHD in (self._k_pages_LPSHD, self._v_pages_LPSHD):
+            assert pages_LPSHD is not None
+            pages_LPSHD.index_fill_(1, index_P, 0.0)
+
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> DrawnStep | None:
         """Run the step; what it drew, or None if no sequence of it reached its last known token."""
@@ -141,6 +152,7 @@ class ModelRunner:
             raise EngineStateError("the KV cache is released; call resume_kv_cache() first")
         clock, stats, model = time.perf_counter, self._stats, self.model
         began = clock()
+        self._clean(plan.unclean_P)
         token_ids_T, batch = self._build(plan)
         built = clock()
         slots_B = plan.slots_B[plan.draws_B]

@@ -36,13 +36,16 @@ from verl_tim.engine.prefix_cache import extend_keys, root_key
 from verl_tim.engine.rows import RowTable
 from verl_tim.engine.stats import EngineStats
 
+_NO_PAGES = np.empty(0, np.int64)
+
 
 @dataclass(frozen=True)
 class StepPlan:
     """One step: for each of B sequences the slice of its tokens to run. Decoding sequences come first.
 
     slots_B int64, start_B int64 (first position), count_B int64 (positions), draws_B bool (the slice ends at the last
-    token, so the next one is drawn), tenancy_B int64 (of the slots: who was meant).
+    token, so the next one is drawn), tenancy_B int64 (of the slots: who was meant). unclean_P int64: pages to zero
+    before the step, as they may hold numbers that are not finite.
     """
 
     slots_B: np.ndarray
@@ -50,6 +53,7 @@ class StepPlan:
     count_B: np.ndarray
     draws_B: np.ndarray
     tenancy_B: np.ndarray
+    unclean_P: np.ndarray
 
     @property
     def is_decode(self) -> bool:
@@ -106,6 +110,8 @@ class Scheduler:
         self._stages = stages
         self._step = 0
         self._drew_at_S = np.full(len(rows.requests), -stages, np.int64)  # step that last drew, by slot
+        self._loaded_S = np.zeros(len(rows.requests), np.int64)  # tokens that a sequence came with, by slot
+        self._fresh: list[np.ndarray] = []  # pages given away in the step that is being planned
 
     # The verbs on requests.
 
@@ -172,7 +178,9 @@ class Scheduler:
         self._drew_at_S[slots[draws]] = self._step
         self.stats.chunk_cuts += int((~draws).sum())
         self.stats.mark(len(self.rows), len(self.waiting), self.pool.num_available)
-        return StepPlan(slots, start, count, draws, self.rows.tenancy_S[slots])
+        unclean = self.pool.take_unclean(np.concatenate([_NO_PAGES, *self._fresh]))
+        self._fresh.clear()
+        return StepPlan(slots, start, count, draws, self.rows.tenancy_S[slots], unclean)
 
     def commit(self, plan: StepPlan, drawn: DrawnStep | None, weight_version: int) -> list[RequestOutput]:
         """Book a step that ran: what is computed, what was drawn, who is done."""
@@ -217,7 +225,8 @@ class Scheduler:
                     "check the weights, or use dtype=float32"
                 )
                 outputs.append(self._finish(request, "error", error))
-            self.pool.forget()  # pages with such numbers in them must not be found again
+            self.pool.forget()  # pages with such numbers in them must not be found again,
+            self.pool.suspect_all()  # nor be read by who gets them next
             slots, token, drawn = slots[finite], token[finite], drawn.part(finite)
             if len(slots) == 0:
                 return outputs
@@ -297,6 +306,7 @@ class Scheduler:
             self._send_back(youngest)[0].num_preempted += 1
         if total:
             pages = pool.allocate(total)
+            self._fresh.append(pages)
             recording = np.array([self._records(slot) for slot in order.tolist()])
             self.routes.give(pages, np.repeat(recording, need))
             rows.add_pages(order, need, pages)
@@ -327,6 +337,7 @@ class Scheduler:
             del self.waiting[request.request_id]
             pool.share(hits)
             fresh = pool.allocate(need)
+            self._fresh.append(fresh)
             self.routes.give(fresh, request.params.record_routes)
             pages = np.concatenate([np.array(hits, np.int64), fresh])
             cached = len(hits) * rows.page_size
@@ -335,6 +346,7 @@ class Scheduler:
             request.to(RequestState.RUNNING)
             request.num_registered = len(hits)
             slot = rows.load(request, pages, cached)
+            self._loaded_S[slot] = total
             self._running[request.request_id] = slot
             tokens = min(total - cached, budget, self._chunk)
             budget -= tokens
@@ -367,14 +379,29 @@ class Scheduler:
             for slot in slots_B.tolist():
                 self._register(slot, int(computed_S[slot]))
         requests = []
-        for request, pages in self.rows.unload(slots_B):
+        unseen = self._first_unseen_page(slots_B).tolist()
+        for (request, pages), first in zip(self.rows.unload(slots_B), unseen, strict=True):
             if request.params.record_routes:
                 found = self.routes.read(pages, request.prompt_len + len(request.drawn))
                 request.routes_TLK = merged(request.routes_TLK, found)
+            # the null page, too, where padding rows wrote by the same weights
+            self.pool.suspect(pages[first:] if first else np.append(pages, 0))
             self.pool.release(pages)
             del self._running[request.request_id]
             requests.append(request)
         return requests
+
+    def _first_unseen_page(self, slots_B: np.ndarray) -> np.ndarray:
+        """Of each sequence's pages the first whose numbers no drawn log-prob has shown to be finite.
+
+        A drawn token vouches for all rows before it: where nothing was drawn yet none is vouched for, and where a draw
+        is pending the last known token's is not.
+        """
+        rows = self.rows
+        pending = rows.num_pending_S[slots_B]
+        known = rows.num_tokens_S[slots_B] - pending
+        first = np.where(pending > 0, (known - 1) // rows.page_size, rows.num_pages_S[slots_B])
+        return np.where(known > self._loaded_S[slots_B], first, 0)
 
     def _finish(self, request: Request, reason: FinishReason, error: RequestError | None = None) -> RequestOutput:
         request.finish(reason)

@@ -92,6 +92,7 @@ class StageRunner(ModelRunner):
         under_way.appendleft(None if plan is None else self._prepare(plan))
         mine, result = under_way[place.stage], None
         if mine is not None:
+            self._clean(mine.plan.unclean_P)  # not before: the plan ahead of it may still write there
             result = self.model.forward(
                 mine.token_ids_T,
                 mine.batch,

@@ -168,7 +168,8 @@ def draw(
     broken_B = ~torch.isfinite(logits_BP.amax(dim=-1))
     if not bool(broken_B.any()):
         return sample(logits_BP, params)
-    drawn = sample(logits_BP.masked_fill(broken_B[:, None], 0.0), params)
+    # padding columns stay out of it: their tokens do not exist, and a step that is launched ahead would embed them
+    drawn = sample(mask_padding(logits_BP.masked_fill(broken_B[:, None], 0.0), vocab_size), params)
     drawn.log_prob_B = drawn.log_prob_B.masked_fill(broken_B, torch.nan)
     return drawn
 
