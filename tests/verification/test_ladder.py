@@ -9,7 +9,7 @@ import pytest
 from verl_tim.diagnosis.gate import climb
 from verl_tim.training.in_process import single_rank_group
 from verl_tim.verification.faults import RUNG_FAULTS
-from verl_tim.verification.ladder import RUNGS, six_rungs
+from verl_tim.verification.ladder import RUNGS, preempted, six_rungs
 from verl_tim.verification.random_models import make_random_model
 from verl_tim.verification.subject import Subject
 
@@ -46,6 +46,14 @@ def test_every_rung_passes(folders):
     for name in ("preemptions", "chunk cuts", "weight updates", "routes", "non-zero gradients", "tokens after it"):
         assert totals[name] > 0, name
     assert totals["other experts"] == totals["other order"] == 0
+
+
+@pytest.mark.parametrize(("requests", "tokens"), [(4, 4), (4, 5), (8, 6)])
+def test_the_smallest_ladder_still_preempts(folders, requests, tokens):
+    with single_rank_group():
+        result = preempted(Subject(folders["qwen3"], requests=requests, response_tokens=tokens))
+    assert result.passed, result.failures
+    assert result.counts["preemptions"] > 0
 
 
 @pytest.mark.parametrize(("place", "fault"), enumerate(RUNG_FAULTS))

@@ -28,7 +28,8 @@ from verl_tim.models.taps import record, record_calls
 from verl_tim.verification.cause import name_cause
 from verl_tim.verification.engine_dump import DumpedSequence
 from verl_tim.verification.replay import response_hidden, response_log_probs, response_logits
-from verl_tim.verification.subject import Prompt, Subject, bound, compare, padded, trainer_temperature
+from verl_tim.verification.scenarios import bound, crowded
+from verl_tim.verification.subject import Prompt, Subject, compare, padded, trainer_temperature
 
 Drawn = Sequence[tuple[Prompt, RequestOutput]]
 
@@ -159,17 +160,7 @@ def in_chunks(subject: Subject) -> ScenarioResult:
 
 def preempted(subject: Subject) -> ScenarioResult:
     """Preempted: a KV pool for two and a half of the requests."""
-    page_size, length = 4, max(12, subject.response_tokens)  # shorter ones end before the pool is full
-    longest = 6 + length
-    prompts = [
-        dataclasses.replace(
-            prompt, token_P=prompt.token_P[:6], params=dataclasses.replace(prompt.params, max_tokens=length)
-        )
-        for prompt in _mixed(subject, "preempted")
-    ]
-    engine = subject.engine(
-        page_size=page_size, kv_cache_tokens=page_size * -(-longest * 5 // (2 * page_size)), watermark=0.0
-    )
+    engine, prompts = crowded(subject, _mixed(subject, "preempted"))
     result = _same(
         subject, "preempted", _alone(subject, prompts), subject.generate(engine, prompts), ("alone", "preempted")
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from verl_tim.diagnosis.gate import Rung, ScenarioResult
 from verl_tim.engine.core import RequestOutput
 from verl_tim.engine.engine import Engine
 from verl_tim.verification.cause import name_cause
-from verl_tim.verification.subject import Prompt, Subject, bound, compare, padded
+from verl_tim.verification.subject import Prompt, Subject, UpdateError, compare, padded
 
 Drawn = list[tuple[Prompt, RequestOutput]]
 
@@ -34,6 +35,45 @@ def ladder(subject: Subject) -> list[Rung]:
         rung("schedule", chunked_prefill, preempted, prefix_hits),
         rung("sampling", mixed_temperatures, truncated_sampling),
         rung("weights", after_weight_updates, update_in_flight, partial_rollouts),
+    ]
+
+
+def bound(scenario: Callable[[Subject], ScenarioResult], subject: Subject) -> tuple[str, Callable[[], ScenarioResult]]:
+    """A scenario as a rung takes it: its title (its docstring up to the first colon or stop), and a call that times it.
+
+    A trainer that cannot update fails the scenario.
+    """
+    title = (scenario.__doc__ or scenario.__name__).split(".")[0].split(":")[0]
+
+    def run() -> ScenarioResult:
+        began = time.perf_counter()
+        try:
+            result = scenario(subject)
+        except UpdateError as error:
+            result = ScenarioResult(title, error=str(error))
+        return dataclasses.replace(result, seconds=time.perf_counter() - began)
+
+    return title, run
+
+
+def crowded(subject: Subject, prompts: Sequence[Prompt]) -> tuple[Engine, list[Prompt]]:
+    """An engine whose KV pool is too small for the prompts, and the prompts, cut so that it must preempt some of them.
+
+    They are shorter than a page, all of one length and with answers of `response_tokens`, which outgrow a pool that
+    holds two and a half of them. A page stays free for each that runs, so an odd number n of pages admits (n + 1) / 2
+    prompts, and there is one page too few when each needs its second.
+    """
+    page_size, tokens = 4, subject.response_tokens
+    length = max(1, min(page_size - 1, subject.max_model_len - tokens))
+    pages = -(-(length + tokens) * 5 // (2 * page_size)) | 1
+    engine = subject.engine(page_size=page_size, kv_cache_tokens=page_size * pages, watermark=0.0)
+    return engine, [
+        dataclasses.replace(
+            prompt,
+            token_P=np.resize(prompt.token_P, length),
+            params=dataclasses.replace(prompt.params, max_tokens=tokens),
+        )
+        for prompt in prompts
     ]
 
 
@@ -73,20 +113,7 @@ def chunked_prefill(subject: Subject) -> ScenarioResult:
 
 def preempted(subject: Subject) -> ScenarioResult:
     """Preemption: a KV pool that holds a fraction of the batch; evicted requests are recomputed."""
-    # Prompts of less than a page, of one length so that no draw leaves room for all; their responses outgrow a pool
-    # that holds two and a half of them. A page stays free for each that runs, so an odd number n of pages admits
-    # (n + 1) / 2 prompts, and there is one page too few when each needs its second.
-    page_size = 4
-    length = max(1, min(page_size - 1, subject.max_model_len - subject.response_tokens))
-    prompts = [
-        dataclasses.replace(prompt, token_P=np.resize(prompt.token_P, length))
-        for prompt in subject.draw_prompts(
-            subject.requests, tag="preempted", params={"max_tokens": subject.response_tokens}
-        )
-    ]
-    longest = length + subject.response_tokens
-    pages = -(-longest * 5 // (2 * page_size)) | 1
-    engine = subject.engine(page_size=page_size, kv_cache_tokens=page_size * pages, watermark=0.0)
+    engine, prompts = crowded(subject, subject.draw_prompts(subject.requests, tag="preempted"))
     drawn = subject.generate(engine, prompts)
     counts = {"preemptions": engine.stats().preemptions}
     return _judge(subject, engine, "preempted", drawn, counts=counts, required=("preemptions",))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl_tim.diagnosis.gate import BitReport, ScenarioResult, compare_bits
+from verl_tim.diagnosis.gate import BitReport, compare_bits
 from verl_tim.engine.config import EngineConfig
 from verl_tim.engine.core import RequestOutput, SamplingParams
 from verl_tim.engine.crew import Crew, Split
@@ -201,24 +199,6 @@ class Subject:
             rows = self.trainer.log_probs([p.answered(o) for p, o in part], temperature=temperature, **layout)
             scored.update({prompt.request_id: row for (prompt, _), row in zip(part, rows, strict=True)})
         return [scored[prompt.request_id] for prompt, _ in drawn]
-
-
-def bound(scenario: Callable[[Subject], ScenarioResult], subject: Subject) -> tuple[str, Callable[[], ScenarioResult]]:
-    """A scenario as a rung takes it: its title (its docstring up to the first colon or stop), and a call that times it.
-
-    A trainer that cannot update fails the scenario.
-    """
-    title = (scenario.__doc__ or scenario.__name__).split(".")[0].split(":")[0]
-
-    def run() -> ScenarioResult:
-        began = time.perf_counter()
-        try:
-            result = scenario(subject)
-        except UpdateError as error:
-            result = ScenarioResult(title, error=str(error))
-        return dataclasses.replace(result, seconds=time.perf_counter() - began)
-
-    return title, run
 
 
 def trainer_temperature(prompt: Prompt) -> float:
