@@ -171,9 +171,9 @@ def test_refuses_what_it_cannot_serve():
         with pytest.raises(ContractError, match="do not fit 10 rows of q"):
             varlen_attention(*operands, torch.tensor(cu))
     for dtype in (torch.float16, torch.float64):
-        with pytest.raises(ContractError, match=f"k {dtype}"):
+        with pytest.raises(ContractError, match=f"k is {dtype}"):
             varlen_attention(q, k.to(dtype), v, whole)
-        with pytest.raises(ContractError, match=r"must be torch\.float32 or torch\.bfloat16"):
+        with pytest.raises(ContractError, match=r"all must be torch\.float32 or torch\.bfloat16"):
             varlen_attention(q.to(dtype), k.to(dtype), v.to(dtype), whole)
     with pytest.raises(ContractError, match="'chunk32' is unknown; use chunk64 or fa3"):
         varlen_attention(q, k, v, whole, "chunk32")

@@ -132,7 +132,7 @@ def test_refuses_rounded_temperatures_and_wrong_shapes():
     for function in (head_logits, lambda h, w: token_log_probs(h, w, target, 1.0)):
         with pytest.raises(ContractError, match="does not fit the weight"):
             function(hidden[:, :16], weight)
-        with pytest.raises(ContractError, match=r"both must be torch\.float32 or torch\.bfloat16"):
+        with pytest.raises(ContractError, match=r"all must be torch\.float32 or torch\.bfloat16"):
             function(hidden.half(), weight.half())
 
 

@@ -94,10 +94,10 @@ def test_float32_output_is_not_rounded():
 
 
 def test_refuses_other_dtypes_and_shapes():
-    with pytest.raises(ContractError, match=r"the weight torch\.bfloat16; both must be"):
+    with pytest.raises(ContractError, match=r"weight is torch\.bfloat16; all must be"):
         linear(randn(2, 4), randn(3, 4, dtype=torch.bfloat16))
     for dtype in (torch.float16, torch.float64, torch.int32):
-        with pytest.raises(ContractError, match=r"both must be torch\.float32 or torch\.bfloat16"):
+        with pytest.raises(ContractError, match=r"all must be torch\.float32 or torch\.bfloat16"):
             linear(randn(2, 4).to(dtype), randn(3, 4).to(dtype))
     for size in (1, 2):
         with pytest.raises(ContractError, match="does not fit 3 outputs"):

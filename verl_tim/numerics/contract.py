@@ -46,6 +46,14 @@ class ContractError(ValueError):
     """Input or device that the contract cannot serve exactly. The message names the operation and the remedy."""
 
 
+def require_operands(op: str, **tensors: torch.Tensor) -> None:
+    """Raise `ContractError` unless all have one dtype, and that is an operand's (`OPERAND_DTYPES`)."""
+    dtypes = {x.dtype for x in tensors.values()}
+    if len(dtypes) > 1 or not dtypes.issubset(OPERAND_DTYPES):
+        found = ", ".join(f"{name} is {x.dtype}" for name, x in tensors.items())
+        raise ContractError(f"{op}: {found}; all must be {' or '.join(map(str, OPERAND_DTYPES))}")
+
+
 def contract_id(device: torch.device | str, dtype: torch.dtype, attention: str = f"chunk{KEY_BLOCK}") -> str:
     """Name of everything that decides bits, for manifests: equal ids on both sides are necessary for equal bits.
 
@@ -57,7 +65,7 @@ def contract_id(device: torch.device | str, dtype: torch.dtype, attention: str =
     if device.type not in _DEVICE_SCHEDULES:
         raise ContractError(
             f"numerics contract: no schedules for device type {device.type!r} (have: {', '.join(_DEVICE_SCHEDULES)}); "
-            "use one of these, or numerics='stock' on this device"
+            "use one of these, or rollout=stock trainer=stock on this device"
         )
     schedule, dtypes = _DEVICE_SCHEDULES[device.type]
     if dtype not in dtypes:

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from verl_tim.numerics.contract import (
     COLUMN_FLOOR,
-    OPERAND_DTYPES,
     ROW_FLOOR,
     VOCAB_TILE,
     ContractError,
@@ -28,6 +27,7 @@ from verl_tim.numerics.contract import (
     on_gpu,
     operand,
     pad_dim0,
+    require_operands,
 )
 from verl_tim.numerics.linear import matmul_rows
 
@@ -42,11 +42,7 @@ class LogSumExp(NamedTuple):
 
 
 def _check(hidden_TD: Tensor, weight_VD: Tensor) -> None:
-    if hidden_TD.dtype != weight_VD.dtype or hidden_TD.dtype not in OPERAND_DTYPES:
-        raise ContractError(
-            f"head: hidden is {hidden_TD.dtype} and the weight {weight_VD.dtype}; both must be "
-            f"{' or '.join(map(str, OPERAND_DTYPES))}"
-        )
+    require_operands("head", hidden=hidden_TD, weight=weight_VD)
     if hidden_TD.dim() != 2 or weight_VD.dim() != 2 or hidden_TD.shape[1] != weight_VD.shape[1]:
         raise ContractError(f"head: hidden {tuple(hidden_TD.shape)} does not fit the weight {tuple(weight_VD.shape)}")
 

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from verl_tim.numerics.contract import (
     COLUMN_FLOOR,
-    OPERAND_DTYPES,
     ROW_FLOOR,
     ContractError,
     ceil_to,
@@ -29,6 +28,7 @@ from verl_tim.numerics.contract import (
     on_gpu,
     operand,
     pad_dim0,
+    require_operands,
 )
 
 # Whether rows go through the GEMM in blocks of exactly `ROW_FLOOR`; see `use_row_blocks`.
@@ -110,11 +110,7 @@ def linear(
     Returns:
         [T, N]. Raises `ContractError` for operands of different or other dtypes, and shapes that do not fit.
     """
-    if x_TK.dtype != weight_NK.dtype or x_TK.dtype not in OPERAND_DTYPES:
-        raise ContractError(
-            f"linear: x is {x_TK.dtype} and the weight {weight_NK.dtype}; both must be "
-            f"{' or '.join(map(str, OPERAND_DTYPES))}"
-        )
+    require_operands("linear", x=x_TK, weight=weight_NK)
     if x_TK.dim() != 2 or weight_NK.dim() != 2 or x_TK.shape[1] != weight_NK.shape[1]:
         raise ContractError(f"linear: x {tuple(x_TK.shape)} does not fit weight {tuple(weight_NK.shape)}")
     if bias_N is not None and bias_N.shape != weight_NK.shape[:1]:
