@@ -330,5 +330,5 @@ def test_settings_that_a_worker_cannot_replay_with(folders, process_group):
     engine = SimpleNamespace(strategy="fsdp", ulysses_sequence_parallel_size=2)
     with pytest.raises(ConfigError, match="strategy=fsdp: set it to fsdp2") as refused:
         refuse_no_replay(SimpleNamespace(enable_activation_offload=True), engine)
-    for word in ("ulysses_sequence_parallel_size", "enable_activation_offload"):
+    for word in ("actor.ulysses_sequence", "actor.fsdp_config.ulysses_sequence", "enable_activation_offload"):
         assert word in str(refused.value)

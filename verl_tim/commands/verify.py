@@ -216,13 +216,14 @@ def _verify_ops(subjects: list[str], attention: str, as_json: bool) -> None:
     from verl_tim.commands.progress import Work
     from verl_tim.commands.verify_ops import print_report
     from verl_tim.launch.errors import LaunchError
-    from verl_tim.numerics.attention import ATTENTION_CONTRACTS
+    from verl_tim.numerics.attention import ATTENTION_NAMES
     from verl_tim.verification.ops import OpsError, probe_models
 
-    known = ("auto", *ATTENTION_CONTRACTS)
     with bad_input():
-        if attention not in known:
-            raise LaunchError.of("--attention", f"{attention!r} is unknown", f"choose from {', '.join(known)}")
+        if attention not in ATTENTION_NAMES:
+            raise LaunchError.of(
+                "--attention", f"{attention!r} is unknown", f"choose from {', '.join(ATTENTION_NAMES)}"
+            )
     with bad_input(), Work("every kernel schedule against the reference") as work, quiet_libraries():
         try:
             reports = probe_models(

@@ -16,7 +16,7 @@ from verl_tim.doctor.machine import Gpu, Machine
 from verl_tim.doctor.rule import ACTOR, ENVIRONMENT, MODEL, ROLLOUT
 from verl_tim.launch.prepare import complete
 from verl_tim.training import start_checks
-from verl_tim.training.config import SEQUENCE_PARALLEL_KEYS, uses_verl_tim
+from verl_tim.training.config import sequence_parallel, uses_verl_tim
 from verl_tim.training.correction_config import LOSS_MODE_KEY, of_run
 from verl_tim.training.dtypes import canonical
 
@@ -91,7 +91,7 @@ class View(start_checks.View):
     @property
     def sequence_parallel(self) -> int:
         """Over how many ranks the actor splits a sequence."""
-        return next((size for key in SEQUENCE_PARALLEL_KEYS if (size := self.whole(key, 1)) > 1), 1)
+        return sequence_parallel(self.whole)[1]
 
     def group(self, key: str) -> dict[str, Any]:
         """A group as a plain dict; empty where there is none."""

@@ -31,17 +31,19 @@ from torch import Tensor
 from verl_tim.numerics.contract import (
     CHUNK_KEYS,
     KEY_BLOCK,
-    OPERAND_DTYPES,
     ROW_FLOOR,
     ContractError,
     ceil_to,
     exact_region,
     kernels,
     on_gpu,
+    require_operands,
 )
 from verl_tim.numerics.paging import DecodeBatch, PagedBatch, SequenceGroup, group_sequences
 
 ATTENTION_CONTRACTS = (f"chunk{KEY_BLOCK}", "fa3")
+ATTENTION_NAMES = ("auto", *ATTENTION_CONTRACTS)
+"""What a config may say; `resolve_attention` makes a contract of it."""
 
 _BLOCKS_PER_CHUNK = CHUNK_KEYS // KEY_BLOCK
 _TILE_ELEMENTS = 1 << 21  # scores in flight per query tile: 8 MiB of float32
@@ -55,8 +57,8 @@ def resolve_attention(name: str, device: torch.device | str, head_dim: int) -> s
     (docs/benchmarks.md). Raises `ContractError` for an unknown name, and for a contract that this device cannot serve,
     with the reason.
     """
-    if name not in ("auto", *ATTENTION_CONTRACTS):
-        raise ContractError(f"attention={name!r} is unknown; use auto, {' or '.join(ATTENTION_CONTRACTS)}")
+    if name not in ATTENTION_NAMES:
+        raise ContractError(f"attention={name!r} is unknown; use {', '.join(ATTENTION_NAMES)}")
     if name in ("auto", ATTENTION_CONTRACTS[0]):
         return ATTENTION_CONTRACTS[0]
     reason: str | None = "it needs a GPU"
@@ -219,11 +221,7 @@ def _check(q_THD: Tensor, k: Tensor, v: Tensor, contract: str) -> None:
         raise ContractError(f"attention: {contract} needs a GPU; use {ATTENTION_CONTRACTS[0]} on both sides")
     if k.shape != v.shape or k.shape[-1] != dim:
         raise ContractError(f"attention: q {tuple(q_THD.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} do not fit")
-    if not q_THD.dtype == k.dtype == v.dtype or q_THD.dtype not in OPERAND_DTYPES:
-        raise ContractError(
-            f"attention: q is {q_THD.dtype}, k {k.dtype}, v {v.dtype}; all must be "
-            f"{' or '.join(map(str, OPERAND_DTYPES))}"
-        )
+    require_operands("attention", q=q_THD, k=k, v=v)
     if heads % num_kv_heads:
         raise ContractError(f"attention: {heads} query heads are not a multiple of {num_kv_heads} kv heads")
     if dim % 16:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from verl_tim.training.config import SEQUENCE_PARALLEL_KEYS
+from verl_tim.training.config import sequence_parallel
 from verl_tim.training.finding import Finding
 
 if TYPE_CHECKING:
@@ -37,17 +37,15 @@ def batches(view: View, _: Cluster | None) -> Iterator[Finding]:
         return  # said by the checks of the values
     batch, mini, n = (int(value) for value in sizes.values())
     ranks = view.ranks
-    split = {key: int(view.get(key, 1)) for key in SEQUENCE_PARALLEL_KEYS}
-    sequence_key = next((key for key, size in split.items() if size > 1), SEQUENCE_PARALLEL_KEYS[0])
-    sequence_parallel = split[sequence_key]
-    if ranks % sequence_parallel:
+    split_key, split = sequence_parallel(view.get)
+    if ranks % split:
         yield Finding(
-            sequence_key,
-            f"it is {sequence_parallel} and does not divide the {_ranks(view)}",
+            split_key,
+            f"it is {split} and does not divide the {_ranks(view)}",
             "Set it to 1",
         )
         return
-    dealt_to = ranks // sequence_parallel
+    dealt_to = ranks // split
     if batch % mini:
         # verl 0.9.1 repeats sequences to fill the last mini-batch (trainer_base.py:1586): not what was asked for
         yield Finding(_MINI, f"it is {mini} and does not divide {_BATCH}={batch}", f"Take a divisor of {batch}")

@@ -26,7 +26,14 @@ from verl.workers.utils.padding import no_padding_2_padding
 from verl_tim.numerics import determinism
 from verl_tim.plugin import loaded
 from verl_tim.replay import RoutingReplay
-from verl_tim.training.config import BACKEND_KEY, CONTRACT_BACKEND, DETERMINISTIC_LIB, VERL_BACKENDS, ConfigError
+from verl_tim.training.config import (
+    BACKEND_KEY,
+    CONTRACT_BACKEND,
+    DETERMINISTIC_LIB,
+    SEQUENCE_PARALLEL_KEYS,
+    VERL_BACKENDS,
+    ConfigError,
+)
 from verl_tim.training.contract_limits import LIMITS, value_in_worker
 from verl_tim.training.correction_loss import response_fields
 from verl_tim.training.correction_step import CorrectedUpdate, correction_of
@@ -258,7 +265,7 @@ def refuse_no_replay(model_config: Any, engine_config: Any) -> None:
     if engine_config.strategy != "fsdp2":
         found.append(f"actor_rollout_ref.actor.strategy={engine_config.strategy}: set it to fsdp2")
     if int(engine_config.ulysses_sequence_parallel_size) > 1:
-        found.append("actor_rollout_ref.actor.ulysses_sequence_parallel_size is above 1: set it to 1")
+        found.append(f"{' or '.join(SEQUENCE_PARALLEL_KEYS)} above 1: set it to 1")
     if model_config.enable_activation_offload:
         found.append("actor_rollout_ref.model.enable_activation_offload=true: set it to false")
     if found:

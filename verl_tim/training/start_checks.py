@@ -14,7 +14,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_tim.numerics.attention import ATTENTION_CONTRACTS
+from verl_tim.numerics.attention import ATTENTION_NAMES
 from verl_tim.numerics.determinism import DROPOUT_SUFFIXES
 from verl_tim.training.asynchronous_checks import asynchronous_findings, standalone_ranks
 from verl_tim.training.batches import batches, replicas
@@ -243,7 +243,7 @@ def _strategy(view: View, _: Cluster | None) -> Iterator[Finding]:
 
 
 def _contract(view: View, _: Cluster | None) -> Iterator[Finding]:
-    """What bypasses the contract in a trainer that asks for it, and names of implementations that verl ignores."""
+    """What bypasses the contract in a trainer that asks for it, and names that name no implementation or contract."""
     fused = bool(view.get("actor_rollout_ref.model.use_fused_kernels", False))
     backend = view.get(BACKEND_KEY)
     if not view.contract:
@@ -267,9 +267,10 @@ def _contract(view: View, _: Cluster | None) -> Iterator[Finding]:
             f"Set it to {EXTERNAL_LIB}",
         )
     attention = view.get(ATTENTION_KEY, "auto")
-    if attention not in ("auto", *ATTENTION_CONTRACTS):
-        known = f"auto, {' or '.join(ATTENTION_CONTRACTS)}"
-        yield Finding(ATTENTION_KEY, f"it is {attention}, which names no contract", f"Choose {known}")
+    if attention not in ATTENTION_NAMES:
+        yield Finding(
+            ATTENTION_KEY, f"it is {attention}, which names no contract", f"Choose from {', '.join(ATTENTION_NAMES)}"
+        )
     # only the trainer asks for it, so the worker's engine does not know the key
     whole_logits = Limit(
         "sum-pi-squared",
