@@ -146,8 +146,8 @@ def test_names_what_is_wrong_with_a_folder(tmp_path):
     [
         ("{", r"generation_config\.json: not valid JSON"),
         ("[]", r"generation_config\.json: holds no keys"),
-        ('{"eos_token_id": "</s>"}', "eos_token_id="),
-        ('{"eos_token_id": [1, null]}', "eos_token_id=None"),
+        ('{"eos_token_id": "</s>"}', r"generation_config\.json: eos_token_id='</s>'"),
+        ('{"eos_token_id": [1, null]}', r"generation_config\.json: eos_token_id=\[1, None\]"),
     ],
 )
 def test_names_what_is_wrong_with_a_generation_config(content, message, tmp_path):

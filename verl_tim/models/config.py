@@ -98,9 +98,9 @@ class ModelConfig:
         return self.moe is not None and layer in self.moe.layers
 
 
-def _refuse(condition: bool, key: str, value: Any, remedy: str) -> None:
+def _refuse(condition: bool, key: str, value: Any, remedy: str, *, file: str = "config.json") -> None:
     if condition:
-        raise ModelError(f"config.json: {key}={value!r} is not supported; {remedy}")
+        raise ModelError(f"{file}: {key}={value!r} is not supported; {remedy}")
 
 
 def _refuse_no_sizes(hf: PretrainedConfig, keys: tuple[str, ...]) -> None:
@@ -149,11 +149,14 @@ def _moe_config(hf: PretrainedConfig) -> MoEConfig:
     return MoEConfig(hf.num_experts, hf.num_experts_per_tok, hf.moe_intermediate_size, hf.norm_topk_prob, layers)
 
 
-def _eos_ids(*values: Any) -> tuple[int, ...]:
+def _eos_ids(values: dict[str, Any]) -> tuple[int, ...]:
+    """The tokens that end a sequence, by the file that names them: each a token id, a list of them or None."""
     ids: list[int] = []
-    for value in values:
-        for token in [] if value is None else [value] if isinstance(value, int) else value:
-            _refuse(not isinstance(token, int), "eos_token_id", token, "it must be a token id, or a list of them")
+    for file, value in values.items():
+        tokens = [] if value is None else value if isinstance(value, (list, tuple)) else [value]
+        usable = all(isinstance(token, int) for token in tokens)
+        _refuse(not usable, "eos_token_id", value, "it must be a token id, or a list of them", file=file)
+        for token in tokens:
             if token not in ids:
                 ids.append(token)
     return tuple(ids)
@@ -217,7 +220,7 @@ def config_from_hf(hf: PretrainedConfig, *, generation_eos: Any = None) -> Model
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         max_position_embeddings=hf.max_position_embeddings,
-        eos_token_ids=_eos_ids(hf.eos_token_id, generation_eos),
+        eos_token_ids=_eos_ids({"config.json": hf.eos_token_id, "generation_config.json": generation_eos}),
         rope=_rope_spec(hf, head_dim),
         rms_norm_eps=eps,
         tie_word_embeddings=bool(hf.tie_word_embeddings),
