@@ -9,10 +9,11 @@ are padded with it. Every other page is in exactly one of three states:
     cached    owned by nobody, but its content is known under a key, so that an equal prefix can take it back; evicted,
               least recently used first, when the free stack is empty
 
-A page that is not owned may be unclean: what was written there last was never seen to be finite. A masked key counts as
-zero times its value, so that such a page must be zeroed before its next owner reads it (`take_unclean`).
+A page of any state may be unclean: it may hold numbers that are not finite. A masked key counts as zero times its
+value, so that such a page is zeroed when it is allocated again, before its new owner reads it (`take_unclean`). A
+cached page that is taken back is not: its content is what is wanted.
 
-All verbs cost O(pages moved), whatever the pool's size.
+All verbs cost O(pages moved), whatever the pool's size; but `suspect_all`, of which broken numbers are the only cause.
 """
 
 from __future__ import annotations
@@ -93,6 +94,7 @@ class PagePool:
         self._unclean[pages] = True
 
     def suspect_all(self) -> None:
+        """The same of every page, owned ones and the null page included."""
         self._unclean[:] = True
 
     def take_unclean(self, pages: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Exit codes that have a meaning of their own.
+"""The exit code that says that nothing failed, and nothing was done either: somebody or something ended it.
 
 This file imports nothing of weight: who is being interrupted reads it, perhaps in the middle of torch's import.
 """

@@ -5,7 +5,7 @@ Programmatic dependent launch (CUDA, Hopper and later) lets a kernel start when 
 not read or write anything that a step changes until `begin` has returned, which is when all kernels before have ended.
 (Norms read their weights before it: those come from memory, and would stand between the row's sum and its output.)
 Measured on an H200 at 16 sequences: 2 % of a step. (Letting a kernel start before its predecessor has begun costs more
-than it brings, since waiting programs then take the places of working ones; so does fetching weights ahead.)
+than it brings, since waiting programs then take the places of working ones; so does fetching a linear's weights ahead.)
 
 Bits do not change: what a kernel computes and from what stays the same. `overlapping` switches it on for the launches
 of this thread; every program of a kernel that takes the option must call `begin`, or the chain of waits has a gap.
