@@ -1,4 +1,4 @@
-"""The exit code that says that nothing failed, and nothing was done either: somebody or something ended it.
+"""The exit code of what was ended on request, which is neither a result nor a failure.
 
 This file imports nothing of weight: who is being interrupted reads it, perhaps in the middle of torch's import.
 """
