@@ -224,7 +224,7 @@ def attention(view: View) -> Iterator[Finding]:
     Severity.EXACTNESS,
     f"{MODEL}.use_fused_kernels",
     *SEQUENCE_PARALLEL_KEYS,
-    remedy=f"set {MODEL}.use_fused_kernels=false, or {ACTOR}.ulysses_sequence_parallel_size=1",
+    remedy=f"set {MODEL}.use_fused_kernels=false, or both ulysses_sequence_parallel_size of the actor to 1",
     reports=("verl#3723",),
 )
 def fused_sequence_parallel(view: View) -> Iterator[Finding]:
