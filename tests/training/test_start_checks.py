@@ -93,6 +93,9 @@ def full(key: str) -> str:
         (["model.use_fused_kernels=false"], "model.use_fused_kernels", "past the contract"),
         (["+model.fused_kernel_options.attention=fa2"], "model.fused_kernel_options.attention", "names no contract"),
         (["+model.fused_kernel_options.attention=fa3"], "model.fused_kernel_options.attention", "needs a Hopper GPU"),
+        (["+model.fused_kernel_options.attention=fa2", "model.use_fused_kernels=false",
+          "model.fused_kernel_options.impl_backend=torch"],  # the rollout keeps one, whatever the trainer does
+         "model.fused_kernel_options.attention", "names no contract"),
         (["model.fused_kernel_options.impl_backend=mine"],
          "model.fused_kernel_options.impl_backend", "mine"),
         (["+tim.trainer_numerics=stock"], "tim.trainer_numerics", "contract"),

@@ -119,6 +119,12 @@ class View:
     def contract(self) -> bool:
         return self.get(BACKEND_KEY) == CONTRACT_BACKEND
 
+    @property
+    def attention_contract(self) -> str | None:
+        """The attention contract that is asked for, by name; None where neither side keeps one."""
+        keeps = self.contract or self.get("actor_rollout_ref.rollout.name") == "vexact"
+        return self.get(ATTENTION_KEY, "auto") if keeps else None
+
 
 StartRule = Callable[[View, "Cluster | None"], Iterator[Finding]]
 
@@ -220,7 +226,7 @@ def _cpu_machine(view: View, _: Cluster | None) -> Iterator[Finding]:
             f"{attention} needs a GPU",
             "Set it to sdpa (with + before the key on a plain verl command line)",
         )
-    if view.contract and view.get(ATTENTION_KEY) == "fa3":
+    if view.attention_contract == "fa3":
         yield Finding(ATTENTION_KEY, "fa3 needs a Hopper GPU", "Set it to chunk64")
     if view.get("actor_rollout_ref.model.enable_activation_offload", False):
         # verl 0.9.1, utils/activation_offload.py:176: pins host memory, which the first update would fail at
@@ -243,7 +249,12 @@ def _strategy(view: View, _: Cluster | None) -> Iterator[Finding]:
 
 
 def _contract(view: View, _: Cluster | None) -> Iterator[Finding]:
-    """What bypasses the contract in a trainer that asks for it, and names that name no implementation or contract."""
+    """What bypasses the contract in a trainer that asks for it, and names of no implementation or attention contract."""
+    attention = view.attention_contract
+    if attention not in (None, *ATTENTION_NAMES):
+        yield Finding(
+            ATTENTION_KEY, f"it is {attention}, which names no contract", f"Choose from {', '.join(ATTENTION_NAMES)}"
+        )
     fused = bool(view.get("actor_rollout_ref.model.use_fused_kernels", False))
     backend = view.get(BACKEND_KEY)
     if not view.contract:
@@ -265,11 +276,6 @@ def _contract(view: View, _: Cluster | None) -> Iterator[Finding]:
             "actor_rollout_ref.model.external_lib",
             "the contract's engine is registered by this module",
             f"Set it to {EXTERNAL_LIB}",
-        )
-    attention = view.get(ATTENTION_KEY, "auto")
-    if attention not in ATTENTION_NAMES:
-        yield Finding(
-            ATTENTION_KEY, f"it is {attention}, which names no contract", f"Choose from {', '.join(ATTENTION_NAMES)}"
         )
     # only the trainer asks for it, so the worker's engine does not know the key
     whole_logits = Limit(
