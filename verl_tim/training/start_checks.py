@@ -249,7 +249,7 @@ def _strategy(view: View, _: Cluster | None) -> Iterator[Finding]:
 
 
 def _contract(view: View, _: Cluster | None) -> Iterator[Finding]:
-    """What bypasses the contract in a trainer that asks for it, and names of no implementation or attention contract."""
+    """What bypasses the contract in a trainer that asks for it, and names of neither implementation nor contract."""
     attention = view.attention_contract
     if attention not in (None, *ATTENTION_NAMES):
         yield Finding(
