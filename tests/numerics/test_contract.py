@@ -26,7 +26,7 @@ def test_contract_id_names_what_decides_bits():
     [
         ("cpu", torch.float16, "float16"),
         ("cuda", torch.bfloat16, "'cuda'"),
-        ("meta", torch.float32, "numerics='stock'"),
+        ("meta", torch.float32, "rollout=stock trainer=stock"),
     ],
 )
 def test_contract_id_refuses(device, dtype, message):
