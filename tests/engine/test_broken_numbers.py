@@ -91,7 +91,7 @@ def test_other_requests_get_their_pages_clean(folder, device):
 @pytest.mark.parametrize("seen", ["none", "errors only"])
 def test_pages_that_are_not_cleaned_are_noticed(folder, seen, monkeypatch):
     if seen == "none":
-        monkeypatch.setattr(PagePool, "take_unclean", lambda self, pages: pages[:0])
+        monkeypatch.setattr(PagePool, "take_unclean", lambda self: np.empty(0, np.int64))
     else:  # and of those that were aborted unseen
         monkeypatch.setattr(PagePool, "suspect", lambda self, pages: None)
     with pytest.raises(AssertionError, match="not finite"):

@@ -22,6 +22,9 @@ from collections import OrderedDict
 
 import numpy as np
 
+_NULL_PAGE = np.zeros(1, np.int64)
+_NO_PAGES = np.empty(0, np.int64)
+
 
 class PagePool:
     """Pages of the KV cache.
@@ -40,6 +43,7 @@ class PagePool:
         self._page_of: dict[bytes, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._unclean = np.zeros(num_pages + 1, dtype=bool)
+        self._to_clean: list[np.ndarray] = []  # given away since `take_unclean`
         self.num_evicted = 0
 
     @property
@@ -67,6 +71,7 @@ class PagePool:
         self._top -= count
         pages = self._stack[self._top : self._top + count][::-1].copy()
         self._ref[pages] = 1
+        self._note_unclean(pages)
         return pages
 
     def release(self, pages: np.ndarray) -> None:
@@ -97,15 +102,22 @@ class PagePool:
         """The same of every page, owned ones and the null page included."""
         self._unclean[:] = True
 
-    def take_unclean(self, pages: np.ndarray) -> np.ndarray:
-        """Those of ``pages`` (fresh from :meth:`allocate`) and of the null page that are to be zeroed before their use.
-
-        They count as clean from now on.
+    def take_unclean(self) -> np.ndarray:
+        """What is to be zeroed before the next step: the unclean ones of the pages that were allocated since the last
+        call, and of the null page. They count as clean from now on.
         """
-        pages = np.append(pages, 0)
+        self._note_unclean(_NULL_PAGE)
+        if not self._to_clean:
+            return _NO_PAGES
+        pages = np.concatenate(self._to_clean)
+        self._to_clean.clear()
+        return pages
+
+    def _note_unclean(self, pages: np.ndarray) -> None:
         unclean = pages[self._unclean[pages]]
-        self._unclean[unclean] = False
-        return unclean
+        if len(unclean):
+            self._unclean[unclean] = False
+            self._to_clean.append(unclean)
 
     # Prefix cache. A key stands for a page's tokens, everything before them and the weights (prefix_cache.py).
 

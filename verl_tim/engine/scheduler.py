@@ -36,8 +36,6 @@ from verl_tim.engine.prefix_cache import extend_keys, root_key
 from verl_tim.engine.rows import RowTable
 from verl_tim.engine.stats import EngineStats
 
-_NO_PAGES = np.empty(0, np.int64)
-
 
 @dataclass(frozen=True)
 class StepPlan:
@@ -111,7 +109,6 @@ class Scheduler:
         self._step = 0
         self._drew_at_S = np.full(len(rows.requests), -stages, np.int64)  # step that last drew, by slot
         self._loaded_S = np.zeros(len(rows.requests), np.int64)  # tokens that a sequence came with, by slot
-        self._fresh: list[np.ndarray] = []  # pages given away in the step that is being planned
 
     # The verbs on requests.
 
@@ -178,9 +175,7 @@ class Scheduler:
         self._drew_at_S[slots[draws]] = self._step
         self.stats.chunk_cuts += int((~draws).sum())
         self.stats.mark(len(self.rows), len(self.waiting), self.pool.num_available)
-        unclean = self.pool.take_unclean(np.concatenate([_NO_PAGES, *self._fresh]))
-        self._fresh.clear()
-        return StepPlan(slots, start, count, draws, self.rows.tenancy_S[slots], unclean)
+        return StepPlan(slots, start, count, draws, self.rows.tenancy_S[slots], self.pool.take_unclean())
 
     def commit(self, plan: StepPlan, drawn: DrawnStep | None, weight_version: int) -> list[RequestOutput]:
         """Book a step that ran: what is computed, what was drawn, who is done."""
@@ -306,7 +301,6 @@ class Scheduler:
             self._send_back(youngest)[0].num_preempted += 1
         if total:
             pages = pool.allocate(total)
-            self._fresh.append(pages)
             recording = np.array([self._records(slot) for slot in order.tolist()])
             self.routes.give(pages, np.repeat(recording, need))
             rows.add_pages(order, need, pages)
@@ -337,7 +331,6 @@ class Scheduler:
             del self.waiting[request.request_id]
             pool.share(hits)
             fresh = pool.allocate(need)
-            self._fresh.append(fresh)
             self.routes.give(fresh, request.params.record_routes)
             pages = np.concatenate([np.array(hits, np.int64), fresh])
             cached = len(hits) * rows.page_size
