@@ -37,6 +37,7 @@ from verl_tim.numerics.contract import (
     exact_region,
     kernels,
     on_gpu,
+    require_heads,
     require_operands,
 )
 from verl_tim.numerics.paging import DecodeBatch, PagedBatch, SequenceGroup, group_sequences
@@ -213,19 +214,16 @@ def _schedules(contract: str) -> Any:
 
 def _check(q_THD: Tensor, k: Tensor, v: Tensor, contract: str) -> None:
     """Raise `ContractError` unless the operands fit each other and the device serves the contract."""
-    heads, dim = q_THD.shape[1:]
-    num_kv_heads = k.shape[-2]
     if contract not in ATTENTION_CONTRACTS:
         raise ContractError(f"attention: contract {contract!r} is unknown; use {' or '.join(ATTENTION_CONTRACTS)}")
     if contract != ATTENTION_CONTRACTS[0] and not on_gpu(q_THD):
         raise ContractError(f"attention: {contract} needs a GPU; use {ATTENTION_CONTRACTS[0]} on both sides")
-    if k.shape != v.shape or k.shape[-1] != dim:
-        raise ContractError(f"attention: q {tuple(q_THD.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} do not fit")
+    require_heads(q_THD, k, v)
     require_operands("attention", q=q_THD, k=k, v=v)
-    if heads % num_kv_heads:
-        raise ContractError(f"attention: {heads} query heads are not a multiple of {num_kv_heads} kv heads")
-    if dim % 16:
-        raise ContractError(f"attention: head_dim {dim} is not a multiple of 16, which the contract requires")
+    if q_THD.shape[-1] % 16:
+        raise ContractError(
+            f"attention: head_dim {q_THD.shape[-1]} is not a multiple of 16, which the contract requires"
+        )
 
 
 def paged_attention(

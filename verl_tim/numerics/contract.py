@@ -54,6 +54,15 @@ def require_operands(op: str, **tensors: torch.Tensor) -> None:
         raise ContractError(f"{op}: {found}; all must be {' or '.join(map(str, OPERAND_DTYPES))}")
 
 
+def require_heads(q_THD: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Raise `ContractError` unless keys and values [..., kv heads, head_dim] fit each other and the queries."""
+    heads, num_kv_heads = q_THD.shape[1], k.shape[-2]
+    if k.shape != v.shape or k.shape[-1] != q_THD.shape[2]:
+        raise ContractError(f"attention: q {tuple(q_THD.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} do not fit")
+    if heads % num_kv_heads:
+        raise ContractError(f"attention: {heads} query heads are not a multiple of {num_kv_heads} kv heads")
+
+
 def contract_id(device: torch.device | str, dtype: torch.dtype, attention: str = f"chunk{KEY_BLOCK}") -> str:
     """Name of everything that decides bits, for manifests: equal ids on both sides are necessary for equal bits.
 

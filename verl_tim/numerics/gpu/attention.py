@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from verl_tim.numerics.contract import ContractError
+from verl_tim.numerics.contract import ContractError, require_heads
 from verl_tim.numerics.gpu import attention_backward, attention_backward_hopper, attention_hopper, attention_prefill
 from verl_tim.numerics.gpu.attention_decode import decode, scratch_elements
 from verl_tim.numerics.gpu.attention_plan import STATE_SLOTS, PackedPlan, PagedPlan
@@ -18,12 +18,8 @@ MAX_HEAD_DIM = 256
 
 
 def _check(q_THD: Tensor, k: Tensor, v: Tensor) -> None:
-    heads, dim = q_THD.shape[1:]
-    num_kv_heads = k.shape[-2]
-    if k.shape != v.shape or k.shape[-1] != dim:
-        raise ContractError(f"attention: q {tuple(q_THD.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} do not fit")
-    if heads % num_kv_heads:
-        raise ContractError(f"attention: {heads} query heads are not a multiple of {num_kv_heads} kv heads")
+    require_heads(q_THD, k, v)
+    dim = q_THD.shape[-1]
     if dim % 16 or dim > MAX_HEAD_DIM:
         raise ContractError(f"attention: head_dim {dim}; the contract covers multiples of 16 up to {MAX_HEAD_DIM}")
     for name, x in (("q", q_THD), ("k", k), ("v", v)):
