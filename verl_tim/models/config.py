@@ -228,6 +228,13 @@ def config_from_hf(hf: PretrainedConfig, *, generation_eos: Any = None) -> Model
     )
 
 
+def _read_json(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ModelError(f"{file}: not valid JSON ({error})") from error
+
+
 def load_model_config(path: str | Path) -> ModelConfig:
     """Read ``config.json`` (and the eos ids of ``generation_config.json``) of a local Hugging Face folder.
 
@@ -239,10 +246,7 @@ def load_model_config(path: str | Path) -> ModelConfig:
     file = folder / "config.json"
     if not file.is_file():
         raise ModelError(f"{str(folder)!r} has no config.json, so it is not a Hugging Face model folder")
-    try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ModelError(f"{file}: not valid JSON ({error})") from error
+    raw = _read_json(file)
     if not isinstance(raw, dict) or "model_type" not in raw:
         raise ModelError(f"{file}: has no model_type, so it is not a Hugging Face model config")
     supported = {a.model_type for a in architectures().values()}
@@ -255,10 +259,7 @@ def load_model_config(path: str | Path) -> ModelConfig:
     generation_file = folder / "generation_config.json"
     generation_eos = None
     if generation_file.is_file():
-        try:
-            generation = json.loads(generation_file.read_text(encoding="utf-8"))
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ModelError(f"{generation_file}: not valid JSON ({error})") from error
+        generation = _read_json(generation_file)
         if not isinstance(generation, dict):
             raise ModelError(f"{generation_file}: holds no keys; remove it, or write the model's generation config")
         generation_eos = generation.get("eos_token_id")
