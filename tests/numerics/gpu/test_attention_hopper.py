@@ -8,7 +8,12 @@ import torch
 from tests.numerics.gpu.attention_cases import Packed, reference
 from tests.numerics.gpu.gluon_interpreter import interpreted
 from verl_tim.numerics.contract import CHUNK_KEYS
-from verl_tim.numerics.gpu import attention_backward_hopper, attention_hopper
+from verl_tim.numerics.gpu import (
+    attention_backward_hopper,
+    attention_backward_hopper_keys,
+    attention_backward_hopper_queries,
+    attention_hopper,
+)
 from verl_tim.numerics.gpu.attention_plan import PackedPlan, PagedPlan
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
@@ -62,7 +67,8 @@ def test_gradients(lengths, heads, num_kv_heads, padding):
     expected.backward(grad[: case.rows].double())
     grads = tuple(torch.zeros(x.shape, dtype=torch.bfloat16) for x in (case.q, case.k, case.v))
     plan = PackedPlan(lengths, device="cpu")
-    with interpreted(attention_hopper, attention_backward_hopper):
+    kernels = attention_backward_hopper_keys, attention_backward_hopper_queries
+    with interpreted(attention_hopper, attention_backward_hopper, *kernels):
         attention_backward_hopper.backward(grad, case.q, case.k, case.v, out, lse, plan, grads)
     for mine, x in zip(grads, inputs, strict=True):
         assert (mine[: case.rows].double() - x.grad).norm() / x.grad.norm() < 5e-3
