@@ -88,8 +88,10 @@ def test_chunked_prefill_and_mixtures(trained, page_size):
 
 @pytest.mark.parametrize("page_size", [5, 16, 128])
 @pytest.mark.parametrize("splitting", [1, 4096])
-def test_decode_equals_prefill(trained, page_size, splitting):
-    """Positions 0..130 of one sequence and the borders of another, as decodes; walked by one program or by many."""
+@pytest.mark.parametrize("bound", [1024, 1 << 30])
+def test_decode_equals_prefill(trained, page_size, splitting, bound):
+    """Positions 0..130 of one sequence and the borders of another, as decodes; walked by one program or by many, in
+    the shapes of few sequences (which the bound decides) and, with two key-value heads or more, of many."""
     case, out, _ = trained
     k_pages, v_pages, table = case.paged(page_size)
     for s, positions in ((0, list(range(131))), (3, BORDERS)):
@@ -97,7 +99,7 @@ def test_decode_equals_prefill(trained, page_size, splitting):
         rows = case.starts[s] + torch.tensor(positions, device="cuda")
         context = torch.tensor(positions, dtype=torch.int32, device="cuda") + 1
         start = torch.arange(count + 1, dtype=torch.int32, device="cuda")
-        plan = DecodePlan(count, case.num_kv_heads, "cuda", target_items=splitting)
+        plan = DecodePlan(count, case.num_kv_heads, "cuda", target_items=splitting, max_context=bound)
         plan.refresh(start, context)
         scratch = torch.empty(scratch_elements(STATE_SLOTS, case.heads, case.dim), device="cuda")
         pages = table[s].expand(count, -1).contiguous()

@@ -15,10 +15,10 @@ plans = pytest.importorskip("verl_tim.numerics.gpu.attention_plan")
 @pytest.mark.parametrize(
     ("pairs", "max_context", "want"),
     [
-        (255, 1024, (8, 3)),
-        (255, 1025, (16, 2)),
-        (256, 1024, (4, 3)),  # many pairs fill the device whatever their contexts
-        (256, 1 << 30, (4, 3)),
+        (255, 1024, (1, 3, 4)),
+        (255, 1025, (16, 2, 4)),
+        (256, 1024, (4, 2, 2)),  # many pairs fill the device whatever their contexts
+        (256, 1 << 30, (4, 2, 2)),
     ],
 )
 def test_the_shape_of_work_turns_at_its_bounds(pairs, max_context, want):
@@ -27,10 +27,10 @@ def test_the_shape_of_work_turns_at_its_bounds(pairs, max_context, want):
 
 @pytest.mark.parametrize(("sequences", "kv_heads", "max_context"), [(1, 2, 4096), (6, 1, 1024), (128, 2, 4096)])
 def test_a_plan_takes_that_shape(sequences, kv_heads, max_context):
-    waves, stages = plans._shape_of_work(sequences * kv_heads, max_context)
+    waves, stages, warps = plans._shape_of_work(sequences * kv_heads, max_context)
     plan = plans.DecodePlan(sequences, kv_heads, DEVICE, max_context=max_context)
     wanted = max(1, waves * plans.multiprocessors(torch.device(DEVICE)) // kv_heads)
-    assert plan.stages == stages
+    assert (plan.stages, plan.warps) == (stages, warps)
     assert plan.items_W8.shape == (sequences + wanted, 8)
     assert plan.arrived.shape == (sequences * kv_heads,)
 

@@ -168,12 +168,14 @@ def scratch_elements(num_slots: int, heads: int, head_dim: int) -> int:
     return num_slots * heads * (head_dim + 2)
 
 
-def decode_config(head_dim: int, stages: int) -> dict[str, int]:
+def decode_config(head_dim: int, plan: DecodePlan) -> dict[str, int]:
     """Launch options: free, they change no bit. Deeper pipelines where their shared memory costs no occupancy.
 
-    stages: the plan's choice, which counts for head_dim 65 to 128.
+    The plan's choice counts for head_dim 65 to 128, for which it was measured.
     """
-    return {"STAGES": 4 if head_dim <= 64 else stages if head_dim <= 128 else 2, "num_warps": 4}
+    if 64 < head_dim <= 128:
+        return {"STAGES": plan.stages, "num_warps": plan.warps}
+    return {"STAGES": 4 if head_dim <= 64 else 2, "num_warps": 4}
 
 
 def decode(
@@ -217,6 +219,6 @@ def decode(
         PAGE=k_pages_PSHD.shape[1],
         BLOCK=KEY_BLOCK,
         CHUNK_BLOCKS=CHUNK_KEYS // KEY_BLOCK,
-        **decode_config(dim, plan.stages),
+        **decode_config(dim, plan),
         **launch(),
     )

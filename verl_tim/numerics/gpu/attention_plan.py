@@ -7,6 +7,7 @@ built on the device without a synchronisation, so that it can be captured in a C
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -158,15 +159,28 @@ def _plan_decode(
     tl.store(items_ptr + rest * 8 + 2, rest * 0, mask=(rest >= tl.sum(splits, 0)) & (rest < num_items))
 
 
-def _shape_of_work(pairs: int, max_context: int) -> tuple[int, int]:
-    """(programs wanted, in multiples of the multiprocessors; loads in flight per program), as measured on an H200.
+class WorkShape(NamedTuple):
+    """How a decode step's attention is spread over a device."""
 
-    Many pairs of sequence and kv head need no splitting; few long ones want more programs at a time, which fewer loads
-    in flight leave room for.
+    waves: int
+    """Programs wanted, in multiples of the multiprocessors."""
+    stages: int
+    """Loads in flight per program."""
+    warps: int
+
+
+def _shape_of_work(pairs: int, max_context: int) -> WorkShape:
+    """The fastest shape for so many pairs of sequence and kv head, as measured on an H200.
+
+    Many pairs need no splitting, and small programs, of which several share a multiprocessor, hide each other's loads.
+    Few short ones are split only until every multiprocessor has one: a state to be merged costs more than a few blocks.
+    Few long ones want more programs at a time, which fewer loads in flight leave room for.
     """
     if pairs >= _MANY_PROGRAMS:
-        return 4, 3
-    return (16, 2) if max_context > _LONG_CONTEXT else (8, 3)
+        return WorkShape(4, stages=2, warps=2)
+    if max_context > _LONG_CONTEXT:
+        return WorkShape(16, stages=2, warps=4)
+    return WorkShape(1, stages=3, warps=4)
 
 
 class DecodePlan:
@@ -180,7 +194,7 @@ class DecodePlan:
             length, query row, items of the sequence, unused). Chunks 0: an empty item.
         arrived: int32, zeros between calls: finished items per sequence and kv head.
         num_slots: state slots of the scratch.
-        stages: loads in flight per program.
+        stages, warps: of every program (`WorkShape`).
 
     Args:
         max_context: bound on the context lengths.
@@ -198,7 +212,7 @@ class DecodePlan:
         device = torch.device(device)
         self.num_sequences = num_sequences
         self.num_slots = num_slots
-        waves, self.stages = _shape_of_work(num_sequences * num_kv_heads, max_context)
+        waves, self.stages, self.warps = _shape_of_work(num_sequences * num_kv_heads, max_context)
         self._target = target_items or max(1, waves * multiprocessors(device) // num_kv_heads)
         self.items_W8 = torch.empty(num_sequences + self._target, 8, dtype=torch.int32, device=device)
         self.arrived = torch.zeros(num_sequences * num_kv_heads, dtype=torch.int32, device=device)
