@@ -53,7 +53,7 @@ def register() -> None:
         patch_master_port,
         patch_start_checks,
         patch_tracking,
-        patch_vllm_top1,
+        patch_vllm_recorded,
         patch_vllm_sockets,
     ):
         _run_once(step)
@@ -456,19 +456,20 @@ def patch_tracking() -> None:
     _when_imported("verl.utils.tracking", patch)
 
 
-def patch_vllm_top1() -> None:
-    """verl 0.9.1, workers/rollout/vllm_rollout/vllm_async_server.py:630, 667: top-1 ids of sampled sequences.
+def patch_vllm_recorded() -> None:
+    """verl 0.9.1, workers/rollout/vllm_rollout/vllm_async_server.py:630, 667, 716: choices of sampled sequences.
 
-    verl asks vLLM for the log-prob of the drawn token alone (`logprobs=0`) and hands out nothing else of its log-prob
-    output. For requests that our agent loop marks, the patch asks for `logprobs=1`, which changes no drawn token and no
-    log-prob, and returns the likeliest tokens as an extra field; other requests are left alone. Unnecessary once verl
-    lets a request choose its `logprobs` and returns what vLLM gives. No upstream issue is known.
+    verl asks vLLM for the log-prob of the drawn token alone (`logprobs=0`), hands out nothing else of its log-prob
+    output, and routes only where all sequences are to be replayed. For requests that our agent loop marks, the patch
+    asks for `logprobs=1`, which changes no drawn token and no log-prob, and returns the likeliest tokens, and the
+    routes where the engine has them, as an extra field; other requests are left alone. Unnecessary once verl lets a
+    request choose its `logprobs` and returns what vLLM gives. No upstream issue is known.
     """
 
     def patch(module: ModuleType) -> None:
-        from verl_tim.rollout.vllm_top1 import record_top1
+        from verl_tim.rollout.vllm_recorded import record_choices
 
-        record_top1(module)
+        record_choices(module)
 
     _when_imported("verl.workers.rollout.vllm_rollout.vllm_async_server", patch)
 

@@ -141,6 +141,26 @@ def test_routing_replay_reaches_the_workers_engine(replay):
     assert list(replay_findings(config, cpu_only=True)) == []
 
 
+@pytest.mark.parametrize(
+    ("recipe", "trainer", "returned"),
+    [
+        ("cpu_moe_grpo", "contract", True),
+        ("evidence_grpo", "contract", False),
+        ("moe_grpo", "contract", True),
+        # plain transformers' routers are not recorded: vLLM's choices would have no counterpart
+        ("moe_grpo", "stock", False),
+    ],
+)
+@pytest.mark.parametrize("rollout", ["vllm", "vllm_invariant"])
+def test_vllm_returns_routes_where_both_sides_are_recorded(recipe, trainer, returned, rollout):
+    choices = {"rollout": rollout, "trainer": trainer}
+    with hydra_for(find_recipe(recipe)):
+        config = config_of(recipe, choices)
+    kwargs = config.actor_rollout_ref.rollout.engine_kwargs.vllm
+    assert kwargs.enable_return_routed_experts is returned
+    assert config.tim.vllm_routes is returned
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recipe_as_it_is_becomes_verl_dataclasses(recipe, model_folder):
     from verl.utils.config import omega_conf_to_dataclass

@@ -429,6 +429,12 @@ CASES = [
         {f"{ENGINE}.router_replay.mode": "R3"},
         {f"{ENGINE}.router_replay.mode": "disabled"},
     ),
+    Case(
+        "start.vllm-routes",
+        f"{ROLLOUT}.engine_kwargs.vllm.enable_return_routed_experts",
+        {f"{ROLLOUT}.engine_kwargs.vllm.enable_return_routed_experts": True},
+        {f"{ROLLOUT}.engine_kwargs.vllm.enable_return_routed_experts": False},
+    ),
     Case("waste.nothing-to-correct", CORRECTION_KEY, TOKEN_TIS, {}, base="vexact"),
     Case("note.nothing-corrected", CORRECTION_KEY, {}, TOKEN_TIS),
     # verl's own correction

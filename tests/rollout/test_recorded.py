@@ -1,4 +1,4 @@
-"""Marks of the sequences that are recorded, and vLLM's likeliest tokens through verl's server class."""
+"""Marks of the sequences that are recorded, and vLLM's likeliest tokens and routes through verl's server class."""
 
 from __future__ import annotations
 
@@ -10,8 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.replay import tiny
+from verl_tim.replay import RouterMap
+from verl_tim.rollout import vllm_recorded
 from verl_tim.rollout.recorded import RECORD_PARAM, RECORDED_FIELD, Recorded, mark
-from verl_tim.rollout.vllm_top1 import record_top1, top1_ids
+from verl_tim.rollout.routes import ROUTE_ERROR_FIELD
+from verl_tim.rollout.vllm_recorded import record_choices, top1_ids
 
 
 def test_a_seeded_choice():
@@ -62,8 +66,9 @@ class FakeEngine:
 
     drawn, likeliest = [7, 8, 9], [7, 3, 9]
 
-    def __init__(self):
+    def __init__(self, routes=None):
         self.asked = []
+        self.routes = routes  # of a finished request, prompt + response - 1 positions
 
     async def list_loras(self):
         return ["lora"]
@@ -78,7 +83,10 @@ class FakeEngine:
                 if sampling_params.logprobs:
                     for entry, token in zip(listed, self.likeliest, strict=False):
                         entry.setdefault(token, logprob(-0.25))
-            yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=self.drawn[:count], logprobs=listed)])
+            last = SimpleNamespace(
+                token_ids=self.drawn[:count], logprobs=listed, routed_experts=self.routes if count == 3 else None
+            )
+            yield SimpleNamespace(request_id=request_id, prompt_token_ids=prompt, outputs=[last])
 
 
 def fake_module(engine=None):
@@ -88,6 +96,7 @@ def fake_module(engine=None):
     class vLLMHttpServer:
         def __init__(self):
             self.engine = engine or FakeEngine()
+            self.model_config = SimpleNamespace(local_path="folder", trust_remote_code=False)
 
         async def generate(self, prompt_ids, sampling_params, request_id, priority=0):
             sampling_params["logprobs"] = 0 if sampling_params.pop("logprobs", False) else None
@@ -109,7 +118,7 @@ def fake_module(engine=None):
 @pytest.fixture
 def server():
     module = fake_module()
-    record_top1(module)
+    record_choices(module)
     return module.vLLMHttpServer()
 
 
@@ -164,3 +173,73 @@ def test_a_failure_reaches_the_caller(server):
 def test_ties_go_to_the_lower_id():
     assert top1_ids([{9: logprob(-1.0), 4: logprob(-1.0)}, {2: logprob(-3.0), 5: logprob(-0.1)}]).tolist() == [4, 5]
     assert top1_ids([]).dtype == np.int32
+
+
+MAP = RouterMap(layers=(0, 2), num_layers=3, num_experts=tiny.EXPERTS, top_k=tiny.TOP_K)
+
+
+@pytest.fixture
+def routed(monkeypatch):
+    """A server whose engine returns these routes, of a model whose second layer is dense."""
+
+    def make(routes):
+        module = fake_module(FakeEngine(routes))
+        record_choices(module)
+        asked = []
+        monkeypatch.setattr(vllm_recorded, "_routers", lambda *model: asked.append(model) or MAP)
+        server = module.vLLMHttpServer()
+        server.asked_for = asked
+        return server
+
+    return make
+
+
+def as_vllm(routes):
+    """uint8, all layers of the model, dense ones blank."""
+    whole = np.zeros((len(routes), 3, tiny.TOP_K), np.uint8)
+    whole[:, [0, 2]] = routes
+    return whole
+
+
+def test_routes_of_the_drawn_tokens(routed):
+    """Two prompt tokens and three drawn ones: the first is predicted at position 1, the last at 3, none at 4."""
+    routes = tiny.routes(4, 2)
+    server = routed(as_vllm(routes))
+    output = asyncio.run(ask(server, logprobs=True, **{RECORD_PARAM: True}))
+    recorded = Recorded.of_wire(output.extra_fields[RECORDED_FIELD])
+    assert recorded.routes_NLK.dtype == np.int16
+    assert (recorded.routes_NLK == routes[1:]).all()
+    assert recorded.layers == (0, 2)
+    assert recorded.top1_N.tolist() == [7, 3, 9]
+    assert ROUTE_ERROR_FIELD not in output.extra_fields
+    assert server.asked_for == [("folder", False)]
+
+
+def test_routes_of_other_requests_are_left_alone(routed):
+    server = routed(as_vllm(tiny.routes(4, 2)))
+    output = asyncio.run(ask(server, logprobs=True))
+    assert output.extra_fields == {"global_steps": 1, RECORDED_FIELD: None}
+    assert server.asked_for == []
+
+
+@pytest.mark.parametrize(
+    ("broken", "says"),
+    [
+        (lambda routes: routes[1:], "off by one"),
+        (lambda routes: np.concatenate([routes, routes[:1]]), "off by one"),
+        (lambda routes: routes * 0, "padding, not routes"),
+        (lambda routes: routes + tiny.EXPERTS, "outside"),
+    ],
+)
+def test_routes_that_are_none_travel_as_the_error_that_ends_the_run(routed, broken, says):
+    output = asyncio.run(ask(routed(as_vllm(broken(tiny.routes(4, 2)))), logprobs=True, **{RECORD_PARAM: True}))
+    assert output.extra_fields[RECORDED_FIELD] is None
+    message = output.extra_fields[ROUTE_ERROR_FIELD]
+    assert "of vLLM's request request" in message
+    assert says in message
+
+
+def test_the_routers_are_those_of_the_folder(tmp_path):
+    tiny.config().save_pretrained(tmp_path)
+    found = vllm_recorded._routers(str(tmp_path), False)
+    assert (found.num_experts, found.top_k, found.layers) == (tiny.EXPERTS, tiny.TOP_K, (0, 1, 2))

@@ -27,7 +27,7 @@ STEPS = {
     "patch_reward_kl",
     "patch_start_checks",
     "patch_tracking",
-    "patch_vllm_top1",
+    "patch_vllm_recorded",
     "patch_vllm_sockets",
 }
 

@@ -140,5 +140,5 @@ server.EngineServer.generate = generate
         tmp_path / "run", folders("qwen3_moe"), data, *R3, rollout="stock", steps=2, modules={"losing_routes": plant}
     )
     assert run.returncode != 0
-    assert "the rollout's routes cannot be replayed: sample " in run.output
+    assert "the rollout's routes cannot be used: sample " in run.output
     assert "layer 1, position 2: a hole" in run.output

@@ -71,6 +71,21 @@ def test_a_good_config_has_no_findings(config_of):
     check(config_of("+tim.run_dir=/tmp/somewhere", "+tim.trainer_numerics=contract"))
 
 
+def test_vllm_has_routes_of_models_with_experts_only(config_of, folders):
+    """findings by the key that the user set: ours, or vLLM's own."""
+    engine = "actor_rollout_ref.rollout.engine_kwargs.vllm.enable_return_routed_experts"
+
+    def keys(*overrides):
+        found = findings(config_of("actor_rollout_ref.rollout.name=vllm", f"+{engine}=true", *overrides))
+        return [finding.key for finding in found if "no experts" in finding.problem]
+
+    assert keys() == [engine]
+    assert keys("+tim.vllm_routes=true") == ["tim.vllm_routes"]
+    assert keys(f"actor_rollout_ref.model.path={folders('qwen3_moe')}") == []
+    assert keys("actor_rollout_ref.model.path=OWNER/NAME") == []
+    assert keys("actor_rollout_ref.rollout.name=vexact") == []
+
+
 def full(key: str) -> str:
     """A key of the table below, where `actor_rollout_ref.` is left out."""
     plus, key = ("+", key[1:]) if key.startswith("+") else ("", key)

@@ -26,7 +26,7 @@ class Recorded:
     Attributes:
         top1_N: int32, the likeliest token in the step that drew the token.
         routes_NLK: int16, the k experts that each sparse layer chose in that step, most probable first; None for a
-            dense model and for vLLM.
+            dense model, and for a vLLM that returns none (`tim.vllm_routes`).
         layers: the model's layer number of each of the L sparse layers.
     """
 

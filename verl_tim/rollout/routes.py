@@ -17,7 +17,7 @@ from verl_tim.replay import ReplayError, RouterMap, converted
 from verl_tim.replay.cursor import LIVE
 from verl_tim.rollout.options import local_model_folder
 
-ROUTE_ERROR_FIELD = "tim_route_error"  # extra field of a sample: why its routes cannot be replayed
+ROUTE_ERROR_FIELD = "tim_route_error"  # extra field of a sample: why its routes cannot be used
 
 
 class CheckedRoutes:
@@ -77,7 +77,7 @@ def take_routes(output: Any, routers: RouterMap, *, sample: str) -> None:
 
 
 def raise_route_errors(errors: Iterable[Any]) -> None:
-    """Raise what `take_routes` found, of one step's samples.
+    """Raise what `take_routes`, or vLLM's record of a sampled sequence, found of one step's samples.
 
     Args:
         errors: each sample's `ROUTE_ERROR_FIELD`, or None.
@@ -88,4 +88,4 @@ def raise_route_errors(errors: Iterable[Any]) -> None:
     found: Sequence[str] = [str(error) for error in errors if error]
     if found:
         more = f" (and {len(found) - 1} more of this step's samples)" if len(found) > 1 else ""
-        raise ReplayError(f"the rollout's routes cannot be replayed: {found[0]}{more}")
+        raise ReplayError(f"the rollout's routes cannot be used: {found[0]}{more}")

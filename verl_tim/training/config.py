@@ -14,6 +14,7 @@ tim:
   tracking: {group: null, tags: []}  # how trackers file the run, see `tracking`
   restarts: {limit: 0, wait: 600}  # of `verl-tim train`, after a dead process or node; seconds for nodes
   sample_sequences: 8          # sequences of each step whose top-1 tokens and router choices are recorded; 0: none
+  vllm_routes: false           # vLLM's router choices, too
   poll_interval: 0.1           # seconds between two looks of the V1 trainer at its replay buffer (verl: 2.0)
   deterministic: false         # two runs equal bit for bit, see `determinism`
 ```
@@ -229,6 +230,7 @@ class TimConfig:
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
     restarts: RestartsConfig = field(default_factory=RestartsConfig)
     sample_sequences: int = 8
+    vllm_routes: bool = False
     poll_interval: float = 0.1
     on_policy: bool = False
     deterministic: bool = False
@@ -253,7 +255,7 @@ class TimConfig:
         number = isinstance(self.poll_interval, (int, float)) and not isinstance(self.poll_interval, bool)
         if not (number and 0 < self.poll_interval < float("inf")):
             raise ConfigError(f"tim.poll_interval={self.poll_interval!r}: give seconds above 0")
-        for name in ("on_policy", "deterministic"):
+        for name in ("on_policy", "deterministic", "vllm_routes"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"tim.{name}={getattr(self, name)!r}: choose true or false")
         if self.dump.every and not (self.dump.dir or self.run_dir):

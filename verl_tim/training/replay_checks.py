@@ -135,16 +135,21 @@ def _engine(get: _Get) -> Iterator[Finding]:
         )
 
 
-def _model(get: _Get) -> Iterator[Finding]:
-    """A model without experts has nothing to replay. What cannot be read here the worker finds out."""
+def has_experts(get: _Get) -> bool | None:
+    """Whether the model's config.json names experts; None where it cannot be read here, as of a model on the hub."""
     path = os.path.join(os.path.expanduser(str(get(_MODEL_KEY, ""))), "config.json")
     try:
         with open(path, encoding="utf-8") as file:
             model = json.load(file)
     except (OSError, ValueError):
-        return
+        return None
     model = model.get("text_config") or model
-    if not any(isinstance(model.get(name), int) and model[name] > 0 for name in NUM_EXPERTS):
+    return any(isinstance(model.get(name), int) and model[name] > 0 for name in NUM_EXPERTS)
+
+
+def _model(get: _Get) -> Iterator[Finding]:
+    """A model without experts has nothing to replay. What cannot be read here the worker finds out."""
+    if has_experts(get) is False:
         yield Finding(
             _MODEL_KEY, f"{get(_MODEL_KEY)} has no experts, so there are no routes to replay", _OFF.capitalize()
         )

@@ -36,7 +36,7 @@ from verl_tim.training.determinism import determinism_findings
 from verl_tim.training.dtypes import canonical
 from verl_tim.training.finding import Finding
 from verl_tim.training.on_policy import on_policy
-from verl_tim.training.replay_checks import replay_findings
+from verl_tim.training.replay_checks import has_experts, replay_findings
 from verl_tim.training.reuse_checks import reuse_findings
 
 # ResourcePoolManager.max_colocate_count (single_controller/ray/base.py:192): CPUs in each rank's placement-group
@@ -470,6 +470,21 @@ def _routing_replay(view: View, _: Cluster | None) -> Iterator[Finding]:
     yield from replay_findings(view.config, cpu_only=view.cpu_only)
 
 
+def _vllm_routes(view: View, _: Cluster | None) -> Iterator[Finding]:
+    """vLLM returns routes (tim.vllm_routes) of models with experts only; with another its engine dies at its start."""
+    key = "actor_rollout_ref.rollout.engine_kwargs.vllm.enable_return_routed_experts"
+    if view.get("actor_rollout_ref.rollout.name") != "vllm" or not view.get(key, False):
+        return
+    if has_experts(view.get) is False:
+        wanted = view.get("tim.vllm_routes", False) is True
+        yield Finding(
+            "tim.vllm_routes" if wanted else key,
+            f"it is true, and {view.get('actor_rollout_ref.model.path')} has no experts, so vLLM would have no routes "
+            "to return",
+            "Set it to false",
+        )
+
+
 def _deterministic(view: View, _: Cluster | None) -> Iterator[Finding]:
     """tim.deterministic promises two runs that are equal bit for bit; refused are settings under which the clock, the
     company in a batch or an unseeded draw decides numbers."""
@@ -513,6 +528,7 @@ RULES: tuple[StartRule, ...] = (
     _asynchronous,
     _reuse,
     _routing_replay,
+    _vllm_routes,
     _deterministic,
     _restarts,
 )

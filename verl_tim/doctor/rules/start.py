@@ -122,6 +122,11 @@ _START_CHECKS: dict[str, tuple[str, Severity, tuple[str, ...]]] = {
             "algorithm.rollout_correction.bypass_mode",
         ),
     ),
+    "_vllm_routes": (
+        "vllm-routes",
+        Severity.STOPS,
+        ("tim.vllm_routes", f"{ROLLOUT}.engine_kwargs.vllm.enable_return_routed_experts", f"{MODEL}.path"),
+    ),
     "_deterministic": (
         "deterministic",
         Severity.EXACTNESS,
