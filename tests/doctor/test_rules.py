@@ -62,6 +62,14 @@ REINFORCE = {**BYPASS, f"{CORRECTION_KEY}.loss_type": "reinforce"}
 REUSE = {"tim.reuse_rollout_log_probs.enabled": True}
 ON_POLICY = {"tim.on_policy": True, f"{ACTOR}.ppo_mini_batch_size": 16, LOSS_MODE_KEY: "gpg"}
 
+PACKED = {
+    f"{MODEL}.use_remove_padding": True,
+    f"{ACTOR}.use_dynamic_bsz": True,
+    f"{ACTOR}.ppo_max_token_len_per_gpu": 32768,
+    "data.max_prompt_length": 512,
+    "data.max_response_length": 1024,
+}
+
 CASES = [
     # the trainer's forward
     Case("exact.trainer-numerics", BACKEND_KEY, {}, CONTRACT),
@@ -597,6 +605,28 @@ CASES = [
         {"trainer.save_freq": 5, "trainer.max_actor_ckpt_to_keep": 2},
     ),
     Case("waste.group-of-one", f"{ROLLOUT}.n", {f"{ROLLOUT}.n": 1}),
+    Case(
+        "waste.packed-sdpa",
+        f"{MODEL}.override_config.attn_implementation",
+        {**PACKED, f"{MODEL}.override_config.attn_implementation": "sdpa"},
+        {**PACKED, f"{MODEL}.override_config.attn_implementation": "flash_attention_2"},
+    ),
+    Case(
+        "waste.packed-sdpa",
+        f"{MODEL}.override_config.attn_implementation",
+        {**PACKED, f"{MODEL}.override_config.attn_implementation": "eager"},
+        {**PACKED, f"{MODEL}.override_config.attn_implementation": "eager", **CONTRACT},
+    ),
+    Case(
+        "waste.packed-sdpa",
+        f"{MODEL}.override_config.attn_implementation",
+        {**PACKED, f"{MODEL}.override_config.attn_implementation": "sdpa"},
+        {
+            **PACKED,
+            f"{MODEL}.override_config.attn_implementation": "sdpa",
+            f"{ACTOR}.ppo_max_token_len_per_gpu": 2000,
+        },
+    ),
     Case(
         "waste.log-probs-twice",
         f"{CORRECTION_KEY}.old_forward",

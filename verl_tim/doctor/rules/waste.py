@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from verl_tim.doctor.rule import ACTOR, ROLLOUT, Rules, Severity, found
+from verl_tim.doctor.rule import ACTOR, MODEL, ROLLOUT, Rules, Severity, found
 from verl_tim.doctor.view import View
 from verl_tim.training.config import ReuseConfig
 from verl_tim.training.determinism import SWITCH
@@ -71,6 +71,36 @@ def group_of_one(view: View) -> Iterator[Finding]:
     groups = ("grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg")
     if estimator in groups and view.whole(f"{ROLLOUT}.n", 1) == 1:
         yield found(f"{ROLLOUT}.n", f"it is 1 with {estimator}")
+
+
+_MASKED = ("sdpa", "eager")
+
+
+@rule(
+    "waste.packed-sdpa",
+    Severity.WASTE,
+    f"{MODEL}.override_config.attn_implementation",
+    f"{MODEL}.use_remove_padding",
+    f"{ACTOR}.ppo_max_token_len_per_gpu",
+    remedy="pip install flash-attn and attn_implementation=flash_attention_2, trainer=contract, or a budget of one "
+    "longest sequence",
+)
+def packed_sdpa(view: View) -> Iterator[Finding]:
+    """With use_remove_padding a micro-batch is one row of sequences, and for sdpa and eager transformers masks them
+    from each other by a matrix (masking_utils.py): attention costs the square of the micro-batch's tokens, where
+    flash_attention_2 and the contract pay for each sequence alone. At Qwen3-1.7B's shape with 32,768 tokens no step was
+    done within two minutes on an H200 that needs 20 s with the contract.
+    """
+    packed = view.get(f"{MODEL}.use_remove_padding", False) and view.get(f"{ACTOR}.use_dynamic_bsz", False)
+    if view.contract or view.on_cpu or not view.on_fsdp or not packed or view.attention not in _MASKED:
+        return
+    longest = view.whole("data.max_prompt_length", 0) + view.whole("data.max_response_length", 0)
+    budget = view.whole(f"{ACTOR}.ppo_max_token_len_per_gpu", 16384)
+    if longest and budget >= 2 * longest:
+        yield found(
+            f"{MODEL}.override_config.attn_implementation",
+            f"it is {view.attention}, and a micro-batch holds up to {budget} tokens of sequences of at most {longest}",
+        )
 
 
 @rule(
