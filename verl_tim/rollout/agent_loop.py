@@ -43,7 +43,14 @@ class SeededResponses:
             validate=bool(trajectory["validate"]),
         )
         marked = {RECORD_PARAM: True} if record else {}
-        return {**sampling_params, "seed": seed, **marked}
+        return {**self.without_text(sampling_params), "seed": seed, **marked}
+
+    def without_text(self, sampling_params: dict[str, Any]) -> dict[str, Any]:
+        """The same, for token ids alone: vLLM turns every token, and those it gives log-probs of, into text, which verl
+        does not look at. Strings to stop at are looked for in it."""
+        if self.config.actor_rollout_ref.rollout.name != "vllm" or sampling_params.get("stop"):
+            return sampling_params
+        return {"detokenize": False, **sampling_params}
 
     def samples_per_prompt(self, trajectory: dict[str, Any]) -> int:
         rollout = self.config.actor_rollout_ref.rollout
