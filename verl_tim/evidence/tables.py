@@ -24,7 +24,7 @@ from verl_tim.diagnosis.metric_log import MetricLog
 from verl_tim.diagnosis.speed import Speed, speed
 from verl_tim.diagnosis.token_dump import TokenDumpError
 from verl_tim.evidence.effect import effect_of
-from verl_tim.evidence.names import BASELINE, MISMATCHING
+from verl_tim.evidence.names import BASELINE, MISMATCHING, MIXTURE
 from verl_tim.evidence.runs import Evidence, Pair
 
 NONE = "–"
@@ -122,7 +122,7 @@ def tail(evidence: Evidence) -> Table:
         if rows
         else []
     )
-    if any(row[-1] == NONE for row in rows):
+    if any(row[-1] == NONE and row[0].startswith(f"{MIXTURE}-") for row in rows):
         notes.append("Router flips need the rollout's routes, which vLLM does not hand out.")
     return Table(columns, rows, notes)
 
