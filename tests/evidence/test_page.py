@@ -57,6 +57,15 @@ def test_the_page_has_every_picture_and_table(evidence, tmp_path):
     assert "these settings differ" not in text
 
 
+def test_the_steps_are_those_of_the_runs(evidence, tmp_path):
+    assert "8 answers, 100 steps, seeds" in render(Evidence.read(None))
+    (asked,) = {progress.total for progress in evidence.progress.values()}
+    assert f"8 answers, {asked} steps, seeds" in render(evidence)
+    root = write_matrix(tmp_path, variants=["vexact"], seeds=[1], steps=5)
+    write_matrix(tmp_path, variants=["vexact"], seeds=[2], steps=7)
+    assert "8 answers, 5 or 7 steps, seeds" in render(Evidence.read(root))
+
+
 def test_a_setting_that_differs_is_said(tmp_path):
     root = write_matrix(tmp_path, variants=["vexact"], seeds=[1], steps=5)
     from tests.diagnosis.fake_runs import write_run

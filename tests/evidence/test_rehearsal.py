@@ -6,26 +6,40 @@ parameters, and there are three steps.
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from importlib import resources
 
 import pytest
 
-from verl_tim.launch.recipes import RECIPES_PACKAGE
+from verl_tim.evidence.names import PLANNED
+from verl_tim.launch.recipes import CONFIGS_PACKAGE, RECIPES_PACKAGE
+from verl_tim.launch.record import RECORD
+from verl_tim.launch.side_by_side import TIME_IS_UP
 from verl_tim.training.accelerator import host_has_accelerator
 
-MATRIX = """# @package _global_
-tim:
-  sweep: {data.seed: [1]}
-  matrix:
-    dense-grpo-vexact: [&small [cluster=cpu, model=tiny_qwen3, task=chain_sum], rollout=vexact, correction=none]
-    dense-grpo-vllm_recompute: [*small, rollout=stock, correction=recompute]
-"""
+# The product's matrix, run for run, on a CPU: this takes the place of that.
+INSTEAD = {
+    "model=evidence_qwen3]": "model=tiny_qwen3, cluster=cpu, task=chain_sum]",
+    "model=evidence_qwen3_moe]": "model=tiny_qwen3_moe, cluster=cpu, task=chain_sum]",
+    "recipe=evidence_grpo,": "recipe=evidence_grpo, actor_rollout_ref.actor.ppo_mini_batch_size=8,",
+    "rollout=vllm,": "rollout=stock,",
+    "rollout=vllm_invariant,": "rollout=stock,",
+}
 SHORT = (
     *("trainer.total_training_steps=3", "trainer.val_before_train=false", "trainer.test_freq=-1"),
-    *("data.train_batch_size=16", "actor_rollout_ref.actor.ppo_mini_batch_size=8"),
+    "data.train_batch_size=16",
 )
+TWO = ("tim.only=[dense-grpo-vexact,dense-grpo-vllm_recompute]", "data.seed=1")
+
+
+def matrix():
+    text = resources.files(CONFIGS_PACKAGE).joinpath("matrix", "evidence.yaml").read_text()
+    for word, other in INSTEAD.items():
+        assert word in text
+        text = text.replace(word, other)
+    return text
 
 
 def verl_tim(folder, *words, code=0):
@@ -44,11 +58,20 @@ def test_from_runs_to_the_page(tmp_path):
     recipe = resources.files(RECIPES_PACKAGE).joinpath("evidence_grpo", "evidence_grpo.yaml").read_text()
     (tmp_path / "mine.yaml").write_text(recipe)
     (tmp_path / "matrix").mkdir()
-    (tmp_path / "matrix" / "rehearsal.yaml").write_text(MATRIX)
-    words = ["train", "recipe=mine.yaml", "+matrix=rehearsal", "tim.run_dir=runs", *SHORT]
-    found = json.loads(verl_tim(tmp_path, *words, "--at-once", "2", "--minutes", "20", "--json"))
+    (tmp_path / "matrix" / "rehearsal.yaml").write_text(matrix())
+    words = ["train", "recipe=mine.yaml", "+matrix=rehearsal", *SHORT]
+    listed = json.loads(verl_tim(tmp_path, *words, "tim.run_dir=runs", "data.seed=1", "--dry-run", "--json"))
+    assert {run["run"] for run in listed} == {str(name) for name in PLANNED if name.seed == 1}
+    # the time is up before the first run
+    few = [*words, *TWO, "--at-once", "2", "--json"]
+    cut = json.loads(verl_tim(tmp_path, *few, "tim.run_dir=runs", "--minutes", "0.1", code=TIME_IS_UP))
+    assert [run["state"] for run in cut["runs"]] == ["waiting"] * 2
+    found = json.loads(verl_tim(tmp_path, *few, "tim.run_dir=runs", "--minutes", "20"))
     assert [(run["state"], run["steps"]) for run in found["runs"]] == [("finished", 3)] * 2
-    again = json.loads(verl_tim(tmp_path, *words, "--at-once", "2", "--json"))
+    # another machine, to which the record alone was carried
+    (tmp_path / "there").mkdir()
+    shutil.copy(tmp_path / "runs" / RECORD, tmp_path / "there")
+    again = json.loads(verl_tim(tmp_path, *few, "tim.run_dir=there"))
     assert all(run["earlier"] for run in again["runs"])
 
     verl_tim(tmp_path, "evidence", "pack", "runs", "--out", "archives", "--used")

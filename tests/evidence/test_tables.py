@@ -13,7 +13,16 @@ from verl_tim.diagnosis.halves import part_of
 from verl_tim.evidence.effect import effect_of
 from verl_tim.evidence.names import VARIANTS, RunName
 from verl_tim.evidence.runs import Evidence
-from verl_tim.evidence.tables import Table, first_to_leave, forecasts, lengths, speeds, tail, thresholds
+from verl_tim.evidence.tables import (
+    Table,
+    first_to_leave,
+    forecasts,
+    lengths,
+    rejected_in_training,
+    speeds,
+    tail,
+    thresholds,
+)
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +64,34 @@ def test_shares_are_of_all_tokens(evidence):
     assert (exact["|d| > 0.01"], exact["largest"], exact["top-1 flips"]) == ("0 %", "0", "0 %")
     assert (vllm["|d| > 0.01"], vllm["> 0.1"], vllm["> 1"]) == ("4.0 %", "0.2 %", "0 %")
     assert vllm["router flips"] == "–"
-    assert any("vLLM does not hand out" in note for note in tail(evidence).notes)
+    assert not any("vLLM does not hand out" in note for note in tail(evidence).notes), "a dense model has no router"
+
+
+def test_a_run_that_logged_no_mismatch_has_none_of_size_0(tmp_path):
+    folder = (
+        write_matrix(tmp_path, variants=("vexact", "vllm_tis"), seeds=(1,), steps=3) / "dense-grpo-vllm_tis-data.seed=1"
+    )
+    (folder / "metrics.jsonl").write_text('{"step": 0, "data": {"val-core/acc": 0.1}}\n')
+    found = rows(tail(Evidence.read(tmp_path)), "vllm_tis")
+    assert {found[name] for name in ("|d| > 0.01", "mean |d|", "largest")} == {"–"}
+
+
+def test_why_there_is_no_row_is_said(tmp_path):
+    write_matrix(tmp_path, variants=("vexact",), seeds=(1,), steps=3)
+    table = rejected_in_training(Evidence.read(tmp_path))
+    assert not table.rows
+    assert table.notes == ["No run logged a rejection."]
+
+
+def test_what_all_variants_lack_is_said_once(tmp_path):
+    write_matrix(tmp_path, variants=("vexact", "vllm_tis", "vllm_bypass"), seeds=(1,), steps=12)
+    notes = forecasts(Evidence.read(tmp_path)).notes
+    assert len(notes) == len(set(notes)) > 0
+
+
+def test_why_a_mixture_on_vllm_has_no_router_flips_is_said(tmp_path):
+    write_matrix(tmp_path, ("moe-grpo",), ("vexact", "vllm_recompute"), (1,), steps=3)
+    assert any("vLLM does not hand out" in note for note in tail(Evidence.read(tmp_path)).notes)
 
 
 def test_a_step_counts_by_its_tokens(tmp_path):

@@ -270,6 +270,34 @@ def test_prompt_longer_than_allowed(config_of, parquet):
     assert list(data.check_lengths(config)) == []
 
 
+def test_prompts_are_measured_once_for_all_runs_and_anew_where_file_or_template_is_another(
+    config_of, parquet, monkeypatch
+):
+    rendered, render = [], data.chat.render
+
+    def seen(tokenizer, prompt, options):
+        if prompt[0]["content"].startswith("1 +"):  # of the file
+            rendered.append(prompt)
+        return render(tokenizer, prompt, options)
+
+    monkeypatch.setattr(data.chat, "render", seen)
+    path = parquet("some", prompt=[{"role": "user", "content": "1 + 1"}])
+    config = config_of(f"data.train_files={path}", "data.max_prompt_length=64")
+    assert list(data.check_lengths(config)) == []
+    first = len(rendered)
+    assert first
+    config.data.seed = 2
+    assert list(data.check_lengths(config)) == []
+    assert len(rendered) == first, "another run with the same prompts"
+    OmegaConf.update(config, "data.apply_chat_template_kwargs", {"no_such_word": True}, force_add=True)
+    assert list(data.check_lengths(config)) == []
+    again = len(rendered)
+    assert again > first
+    parquet("some", prompt=[{"role": "user", "content": "1 + " * 100}])
+    assert only(data.check_lengths(config)).key == "data.max_prompt_length"
+    assert len(rendered) > again
+
+
 # ------------------------------------------------------------------------------------------------------------ machine
 
 

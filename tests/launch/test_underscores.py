@@ -67,6 +67,15 @@ def refused(*overrides):
     return finding.problem
 
 
+def test_files_are_found_once_for_a_choice_of_groups_and_anew_for_another(write):
+    recipe = f"recipe={write(correction='0.5_5', chosen='none')}"
+    for seed in (1, 2):
+        composed([recipe, f"data.seed={seed}"])
+    for seed in (1, 2):
+        assert "mine.yaml" in refused(recipe, "correction=mine", f"data.seed={seed}")
+    composed([recipe, "data.seed=1"])
+
+
 def test_in_an_override():
     assert f"'{KEY}=0.5_5'" in refused("correction=token_tis", f"{KEY}=0.5_5")
 

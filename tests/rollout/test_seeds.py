@@ -54,7 +54,9 @@ class Recorder:
         return sampling_params
 
 
-CONFIG = OmegaConf.create({"actor_rollout_ref": {"rollout": {"seed": 42, "n": 4, "val_kwargs": {"n": 2}}}})
+CONFIG = OmegaConf.create(
+    {"actor_rollout_ref": {"rollout": {"name": "vexact", "seed": 42, "n": 4, "val_kwargs": {"n": 2}}}}
+)
 
 
 @pytest.mark.asyncio
@@ -89,3 +91,26 @@ def test_one_name_serves_both_trainers(monkeypatch):
     for use_v1 in (True, False):
         agent_loop.SeededAgentLoopManager.create(config=OmegaConf.create({"trainer": {"use_v1": use_v1}}))
     assert made == ["v1", "legacy"]
+
+
+@pytest.mark.parametrize(
+    ("rollout", "given", "said"),
+    [
+        ("vllm", {}, False),
+        ("vllm", {"stop": ["</answer>"]}, None),
+        ("vllm", {"detokenize": True}, True),
+        ("vexact", {}, None),
+        ("stock", {}, None),
+    ],
+)
+def test_only_vllm_is_asked_for_no_text(rollout, given, said):
+    from verl_tim.rollout.agent_loop import SeededResponses
+
+    responses = object.__new__(SeededResponses)
+    responses.config = OmegaConf.merge(CONFIG, {"actor_rollout_ref": {"rollout": {"name": rollout}}})
+    trajectory = {"step": 2, "sample_index": 17, "validate": False}
+    params = responses.with_seed(given, trajectory, sample=0, prompt=PROMPT, record=False)
+    assert params.pop("detokenize", None) is said
+    assert {name: value for name, value in params.items() if name not in ("seed", "detokenize")} == {
+        name: value for name, value in given.items() if name != "detokenize"
+    }

@@ -184,6 +184,7 @@ def test_an_agent_loop_reports_the_seeds_it_would_give(monkeypatch):
     from verl_tim.rollout.agent_loop import SeededResponses
 
     class Worker(SeededResponses):
-        config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=SimpleNamespace(seed=42)))
+        rollout = SimpleNamespace(name="vexact", seed=42)
+        config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=rollout))
 
     assert watch._observe_agent_loop(Worker(), ())["seeds"] == watch.probe_seeds(42)

@@ -6,10 +6,11 @@ With --json there is one document on stdout, also where there is no result: `Com
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TextIO
 
 import typer
 from rich.console import Console
@@ -19,14 +20,24 @@ from typer.core import TyperCommand
 BAD_INPUT = 2
 
 
+# Of a file or a pipe: wide enough that a table neither cuts numbers off nor folds names (rich takes 80 there).
+_UNSEEN_WIDTH = 240
+
+
 def stdout() -> Console:
     """Console for results."""
-    return Console(file=sys.stdout, highlight=False)
+    return _console(sys.stdout)
 
 
 def stderr() -> Console:
     """Console for progress, notes and errors."""
-    return Console(file=sys.stderr, highlight=False)
+    return _console(sys.stderr)
+
+
+def _console(stream: TextIO) -> Console:
+    """As wide as the terminal, or as COLUMNS says."""
+    told = stream.isatty() or "COLUMNS" in os.environ
+    return Console(file=stream, highlight=False, width=None if told else _UNSEEN_WIDTH)
 
 
 def print_json(value: Any) -> None:

@@ -10,7 +10,8 @@ _NAME = re.compile(r"(?P<model>\w+)-(?P<algorithm>\w+)-(?P<variant>\w+)-data\.se
 BASELINE = "vexact"
 # In the order of columns and legends.
 VARIANTS = (BASELINE, "vllm_recompute", "vllm_bypass", "vllm_tis", "vllm_invariant")
-MODELS = ("dense", "moe")
+MIXTURE = "moe"
+MODELS = ("dense", MIXTURE)
 ALGORITHMS = ("reinforce", "grpo")
 SEEDS = (1, 2, 3)
 MISMATCHING = "vllm_recompute"

@@ -51,7 +51,7 @@ def render(evidence: Evidence) -> str:
         measured=bool(evidence.folders),
         pairs=[pair.name for pair in evidence.pairs],
         planned=len(PLANNED),
-        steps=planned_steps(),
+        steps=_steps(evidence),
         finished=len(finished),
         missing=sorted({name.pair for name in PLANNED} - {name.pair for name in finished}),
         early=_ended_early(evidence),
@@ -70,6 +70,12 @@ def planned_steps() -> int:
     files = (resources.files(RECIPES_PACKAGE).joinpath(name, f"{name}.yaml") for name in RECIPES)
     (steps,) = {OmegaConf.create(file.read_text(encoding="utf-8")).trainer.total_training_steps for file in files}
     return int(steps)
+
+
+def _steps(evidence: Evidence) -> str:
+    """Steps of the runs that are drawn, as they were asked for; without any, of those that are planned."""
+    asked = {progress.total for progress in evidence.progress.values() if progress.total is not None}
+    return " or ".join(map(str, sorted(asked or {planned_steps()})))
 
 
 def _ended_early(evidence: Evidence) -> list[str]:

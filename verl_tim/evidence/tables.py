@@ -24,7 +24,7 @@ from verl_tim.diagnosis.metric_log import MetricLog
 from verl_tim.diagnosis.speed import Speed, speed
 from verl_tim.diagnosis.token_dump import TokenDumpError
 from verl_tim.evidence.effect import effect_of
-from verl_tim.evidence.names import BASELINE, MISMATCHING
+from verl_tim.evidence.names import BASELINE, MISMATCHING, MIXTURE
 from verl_tim.evidence.runs import Evidence, Pair
 
 NONE = "–"
@@ -99,7 +99,7 @@ def tail(evidence: Evidence) -> Table:
     for pair, group in _groups(evidence):
         shares = [_weighted(group, f"tim/delta_gt_{limit}", "tim/valid_tokens") for limit in ("0.01", "0.1", "1")]
         tokens = sum(sum(log.series("tim/valid_tokens")[1]) for log in group.logs)
-        largest = max((max(log.series("tim/delta_abs_max")[1], default=0.0) for log in group.logs), default=0.0)
+        largest = max((value for log in group.logs for value in log.series("tim/delta_abs_max")[1]), default=None)
         rows.append(
             (
                 pair.name,
@@ -122,7 +122,7 @@ def tail(evidence: Evidence) -> Table:
         if rows
         else []
     )
-    if any(row[-1] == NONE for row in rows):
+    if any(row[-1] == NONE and row[0].startswith(f"{MIXTURE}-") for row in rows):
         notes.append("Router flips need the rollout's routes, which vLLM does not hand out.")
     return Table(columns, rows, notes)
 
@@ -220,7 +220,7 @@ def rejected_in_training(evidence: Evidence) -> Table:
             sequences = _mean(group, "rollout_corr/rollout_rs_seq_masked_fraction")
             rows.append((pair.name, group.name, _share(share), _share(sequences), *(_share(value) for value in signs)))
     columns = ("runs", "variant", "tokens rejected", "sequences", "of positive advantage", "of negative advantage")
-    return Table(columns, rows, ["Means over steps and seeds."] if rows else [])
+    return Table(columns, rows, ["Means over steps and seeds."] if rows else ["No run logged a rejection."])
 
 
 def thresholds(evidence: Evidence) -> Table:
@@ -330,7 +330,8 @@ def forecasts(evidence: Evidence) -> Table:
         *("runs", "variant", "parted", "reward's gap at the end", "skew", "share of the pull, at most"),
         *("parts at step, by the reward", "by the skew", "or with a skew of", "or at a length of"),
     )
-    return Table(columns, rows, notes)
+    # a baseline of one seed says the same of every variant
+    return Table(columns, rows, list(dict.fromkeys(notes)))
 
 
 def _groups(evidence: Evidence) -> Iterator[tuple[Pair, Group]]:

@@ -7,6 +7,7 @@ list: the recipe, its bases, the chosen options, whether installed or the user's
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -52,21 +53,35 @@ def numbers(hydra: Any) -> Iterator[UnderscoreNumber]:
 
 def _texts(hydra: Any) -> Iterator[tuple[str, str]]:
     """Path and text of each file in the defaults list, from the first source that has it, as Hydra does."""
-    overrides = [*_written(hydra.overrides.hydra), *_written(hydra.overrides.task)]
-    defaults = (
-        GlobalHydra.instance().config_loader().compute_defaults_list(hydra.job.config_name, overrides, RunMode.RUN)
-    )
+    # what sets a key chooses no file; a group's name has no dot, unless behind its package's @
+    chosen = [
+        word for word in _written(hydra.overrides.task) if "." not in (key := word.partition("=")[0]) or "@" in key
+    ]
+    sources = tuple((source.schema, source.path) for source in hydra.runtime.config_sources)
+    for file in _files(hydra.job.config_name, (*_written(hydra.overrides.hydra), *chosen), sources):
+        yield str(file), file.read_text(encoding="utf-8")
+
+
+@lru_cache(maxsize=64)
+def _files(name: str, overrides: tuple[str, ...], sources: tuple[tuple[str, str], ...]) -> tuple[Any, ...]:
+    """The files of a defaults list: of a matrix, whose runs differ in their seed too, once for every choice of groups.
+
+    Takes as long as composing; Hydra is still initialised on what these are of.
+    """
+    defaults = GlobalHydra.instance().config_loader().compute_defaults_list(name, list(overrides), RunMode.RUN)
     roots: list[Any] = []
-    for source in hydra.runtime.config_sources:
-        if source.schema == "file":
-            roots.append(Path(source.path))
-        elif source.schema == "pkg" and source.path:
-            roots.append(resources.files(source.path.replace("/", ".")))
-    for path in dict.fromkeys(default.config_path for default in defaults.defaults if default.config_path):
-        parts = f"{path.removesuffix('.yaml')}.yaml".split("/")
-        file = next((found for root in roots if (found := root.joinpath(*parts)).is_file()), None)
+    for schema, path in sources:
+        if schema == "file":
+            roots.append(Path(path))
+        elif schema == "pkg" and path:
+            roots.append(resources.files(path.replace("/", ".")))
+    found = []
+    for place in dict.fromkeys(default.config_path for default in defaults.defaults if default.config_path):
+        parts = f"{place.removesuffix('.yaml')}.yaml".split("/")
+        file = next((file for root in roots if (file := root.joinpath(*parts)).is_file()), None)
         if file is not None:  # Hydra's own defaults may be dataclasses
-            yield str(file), file.read_text(encoding="utf-8")
+            found.append(file)
+    return tuple(found)
 
 
 def _written(overrides: Any) -> list[str]:

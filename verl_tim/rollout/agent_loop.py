@@ -1,8 +1,9 @@
 """verl's agent loop with a fixed seed per response (`rollout.agent.agent_loop_manager_class`).
 
 verl gives requests random ids and no seed, so no run can be repeated. These subclasses add `sampling_params["seed"]`,
-mark the few training sequences of a step whose choices are recorded (`verl_tim.rollout.recorded`), and check the routes
-that are to be replayed (`verl_tim.rollout.routes`); all else is verl's. One name serves both trainers:
+mark the few training sequences of a step whose choices are recorded (`verl_tim.rollout.recorded`), check the routes
+that are to be replayed (`verl_tim.rollout.routes`), and make verl's single-turn loop once
+(`verl_tim.rollout.single_turn`); all else is verl's. One name serves both trainers:
 `SeededAgentLoopManager.create` picks by `trainer.use_v1`.
 """
 
@@ -14,6 +15,7 @@ import numpy as np
 import ray
 from verl.experimental.agent_loop import AgentLoopManager, AgentLoopWorker
 
+from verl_tim.rollout import single_turn
 from verl_tim.rollout.recorded import RECORD_PARAM, RECORDING_ROLLOUTS, mark
 from verl_tim.rollout.routes import CheckedRoutes
 from verl_tim.rollout.seeds import response_seed
@@ -24,6 +26,10 @@ class SeededResponses:
     """Mixed into an agent-loop worker: a copy of the sampling parameters with this response's seed and mark."""
 
     config: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        single_turn.share()
 
     def with_seed(
         self, sampling_params: dict[str, Any], trajectory: dict[str, Any], *, sample: int, prompt: Any, record: bool
@@ -37,7 +43,14 @@ class SeededResponses:
             validate=bool(trajectory["validate"]),
         )
         marked = {RECORD_PARAM: True} if record else {}
-        return {**sampling_params, "seed": seed, **marked}
+        return {**self.without_text(sampling_params), "seed": seed, **marked}
+
+    def without_text(self, sampling_params: dict[str, Any]) -> dict[str, Any]:
+        """The same, for token ids alone: vLLM turns every token, and those it gives log-probs of, into text, which verl
+        does not look at. Strings to stop at are looked for in it."""
+        if self.config.actor_rollout_ref.rollout.name != "vllm" or sampling_params.get("stop"):
+            return sampling_params
+        return {"detokenize": False, **sampling_params}
 
     def samples_per_prompt(self, trajectory: dict[str, Any]) -> int:
         rollout = self.config.actor_rollout_ref.rollout

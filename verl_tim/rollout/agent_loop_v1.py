@@ -6,8 +6,10 @@ from typing import Any
 
 import ray
 import torch
+from verl.trainer.ppo.v1 import agent_loop_tq
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 
+from verl_tim.rollout import gathered_puts
 from verl_tim.rollout.agent_loop import SeededResponses, marks
 from verl_tim.rollout.recorded import RECORD_PARAM
 from verl_tim.rollout.routes import CheckedRoutes
@@ -24,6 +26,11 @@ class SeededWorkerV1(SeededResponses, CheckedRoutes, _PlainWorkerTQ):
         # Ray ships inherited methods by value when their class cannot be found by name, as here, where the name is the
         # actor's; a shipped `super()` then refers to a copy of the class. Defined here, it is found by name.
         super().__init__(*args, **kwargs)
+        gathered_puts.gather(agent_loop_tq)
+
+    async def _run_prompt(self, *args: Any, **kwargs: Any) -> None:
+        # Defined here for the same reason: a shipped function has a copy of its module, in which nothing is gathered.
+        await super()._run_prompt(*args, **kwargs)
 
     async def _run_agent_loop(self, sampling_params, trajectory, **kwargs):
         session, marked_S = int(kwargs["session_id"]), kwargs.pop(RECORD_PARAM, ())

@@ -27,6 +27,7 @@ from verl.workers.utils.padding import response_from_nested, response_to_nested
 
 from verl_tim.correction import RolloutCorrectionConfig
 from verl_tim.plugin import ensure_registered, loaded
+from verl_tim.rollout.one_server import client_of
 from verl_tim.rollout.recorded import RECORDED_FIELD, Recorded
 from verl_tim.rollout.routes import ROUTE_ERROR_FIELD, raise_route_errors
 from verl_tim.rollout.versions import UNKNOWN, token_versions
@@ -405,6 +406,9 @@ class TimTrainer(_Base):
 
 class TimTrainerSync(TimTrainer, PPOTrainerSync):
     """`trainer.v1.trainer_mode=sync` as verl_tim registers it."""
+
+    def get_llm_client(self) -> Any:
+        return super().get_llm_client() if self.tim is None else client_of(self.llm_server_manager)
 
 
 @dataclass(frozen=True)

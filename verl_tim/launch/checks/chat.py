@@ -22,14 +22,17 @@ def options(config: DictConfig) -> dict[str, Any]:
     return given
 
 
-def render(tokenizer: Any, chat: list[dict[str, Any]], config: DictConfig) -> str:
+def render(tokenizer: Any, chat: list[dict[str, Any]], options: dict[str, Any]) -> str:
     """The text of a chat with the opening of the answer.
+
+    Args:
+        options: `options` of the config.
 
     Raises:
         TemplateError: the template does not parse, or refuses this chat.
     """
     try:
-        return tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False, **options(config))
+        return tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False, **options)
     # jinja2's errors, and whatever the template's expressions raise on this chat
     except Exception as error:
         raise TemplateError(f"{type(error).__name__}: {error}") from error
@@ -38,7 +41,7 @@ def render(tokenizer: Any, chat: list[dict[str, Any]], config: DictConfig) -> st
 def problem(tokenizer: Any, config: DictConfig) -> str:
     """Why no prompt would come out of the template; empty when one does."""
     try:
-        text = render(tokenizer, [{"role": "user", "content": _PROBE}], config)
+        text = render(tokenizer, [{"role": "user", "content": _PROBE}], options(config))
     except TemplateError as error:
         return f"the chat template cannot be used ({error})"
     if _PROBE not in text:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -84,10 +86,9 @@ def _check_prompts(config: DictConfig, tokenizer: Any) -> Iterator[Finding]:
         rows = 0
         try:
             for file in files:
-                prompts = _prompts(file, config.data.prompt_key)
-                rows += len(prompts)
-                looked_at = prompts[:: max(1, len(prompts) // _PROMPTS_MEASURED)]
-                lengths += (_length(tokenizer, prompt, config) for prompt in looked_at)
+                count, measured = _measured(file, config, tokenizer)
+                rows += count
+                lengths += measured
         except chat.TemplateError as error:
             yield Finding(key, f"{file} holds a prompt that the chat template refuses ({error})", "correct the prompts")
             continue
@@ -122,9 +123,31 @@ def _check_what_is_left(config: DictConfig, key: str, lengths: list[int], rows: 
         )
 
 
-def _length(tokenizer: Any, prompt: Any, config: DictConfig) -> int:
-    text = chat.render(tokenizer, prompt, config)
-    return len(tokenizer(text, add_special_tokens=False)["input_ids"])
+def _measured(file: str, config: DictConfig, tokenizer: Any) -> tuple[int, tuple[int, ...]]:
+    """(rows of a parquet file, lengths in tokens of the prompts that are looked at); verl's other formats are read
+    whole by verl, and measured there.
+
+    Raises:
+        chat.TemplateError: the template refuses one of them.
+    """
+    path = Path(file).expanduser()
+    if path.suffix != ".parquet":
+        return 0, ()
+    status, options = path.stat(), json.dumps(chat.options(config), default=str)
+    return _read_lengths(path, status.st_size, status.st_mtime_ns, config.data.prompt_key, tokenizer, options)
+
+
+@lru_cache(maxsize=16)
+def _read_lengths(
+    path: Path, size: int, changed: int, column: str, tokenizer: Any, options: str
+) -> tuple[int, tuple[int, ...]]:
+    """Once for all runs of a matrix; size and time of change are there for the cache."""
+    import pyarrow.parquet as pq
+
+    prompts = pq.read_table(path, columns=[column]).column(column).to_pylist()
+    looked_at, given = prompts[:: max(1, len(prompts) // _PROMPTS_MEASURED)], json.loads(options)
+    texts = (chat.render(tokenizer, prompt, given) for prompt in looked_at)
+    return len(prompts), tuple(len(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts)
 
 
 def _files(config: DictConfig) -> Iterator[tuple[str, list[str]]]:
@@ -134,13 +157,3 @@ def _files(config: DictConfig) -> Iterator[tuple[str, list[str]]]:
         files = [str(file) for file in files if file]
         # hdfs:// and the like: verl copies them first
         yield key, [file for file in files if not model.is_remote(file)]
-
-
-def _prompts(file: str, column: str) -> list[Any]:
-    """The chats of a parquet file; verl's other formats are read whole by verl, and measured there."""
-    import pyarrow.parquet as pq
-
-    path = Path(file).expanduser()
-    if path.suffix != ".parquet":
-        return []
-    return pq.read_table(path, columns=[column]).column(column).to_pylist()
