@@ -123,7 +123,7 @@ def tail(evidence: Evidence) -> Table:
         else []
     )
     if any(row[-1] == NONE and row[0].startswith(f"{MIXTURE}-") for row in rows):
-        notes.append("Router flips need the rollout's routes, which vLLM does not hand out.")
+        notes.append("Router flips need the routes of both sides; vLLM's come with tim.vllm_routes.")
     return Table(columns, rows, notes)
 
 
