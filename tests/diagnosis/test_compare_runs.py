@@ -357,9 +357,27 @@ def test_rewards_are_paired_by_step():
             [Record(s, {"critic/score/mean": math.sin(s) + offset + 1e-3 * math.cos(7 * s)}) for s in range(1, 31)]
         )
 
-    assert compare_rewards({"a": log(0.0), "b": log(0.05)}).kind == "apart"
-    same = compare_rewards({"a": log(0.0), "b": MetricLog(log(0.0).records[:-3])})
+    assert compare_rewards({"a": {"a": log(0.0)}, "b": {"b": log(0.05)}}).kind == "apart"
+    same = compare_rewards({"a": {"a": log(0.0)}, "b": {"b": MetricLog(log(0.0).records[:-3])}})
     assert (same.kind, same.shared) == ("identical", 27)
+
+
+@pytest.mark.parametrize(("spread", "kind"), [(0.001, "apart"), (0.1, "equal")])
+def test_rewards_of_several_seeds_are_apart_only_beyond_what_seeds_explain(spread, kind):
+    """Every step of every seed says that b is above a; how far seeds of one setting lie apart says what it is worth."""
+
+    def seeds(level):
+        return {
+            f"{level}-{seed}": MetricLog(
+                [Record(s, {"critic/score/mean": level + spread * seed + 1e-4 * math.cos(7 * s)}) for s in range(1, 31)]
+            )
+            for seed in range(3)
+        }
+
+    found = compare_rewards({"a": seeds(0.5), "b": seeds(0.55)})
+    assert (found.kind, found.gap) == (kind, pytest.approx(0.05))
+    # pooled variance spread^2 of 3 + 3 ends: t(4) = 2.78
+    assert found.noise == pytest.approx(2.78 * spread * math.sqrt(2 / 3), rel=1e-6)
 
 
 # Input ------------------------------------------------------------

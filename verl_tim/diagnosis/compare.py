@@ -216,7 +216,7 @@ def compare(
         unknown=unknown,
         speeds=[speed(run.log) for run in runs],
         states=[exactness(run.log) for run in runs],
-        verdict=judge(units, len(found), seeds=min(len(group.members) for group in groups)),
+        verdict=judge(units, len(found), {g.name: {runs[at].name: runs[at].log for at in g.members} for g in groups}),
     )
 
 
