@@ -385,7 +385,7 @@ def climb_showing(rungs: Sequence[Rung], work: Work) -> LadderResult:
     from verl_tim.diagnosis.gate import climb
 
     def shown(rung: str, result: ScenarioResult) -> None:
-        answer = "passed" if result.passed else "FAILED"
+        answer = "FAILED" if not result.passed else "passed" if result.exact else "measured"
         work.doing(f"{rung}, {result.name}")
         work.ended(f"{rung}, {result.name}: {answer}, {result.seconds:.1f} s")
         work.advance()
