@@ -146,7 +146,10 @@ NO_DUMPS = (
     "No token dumps in this run, so places, tokens and the correction's effect are not shown: "
     "set tim.dump.tokens_per_step above 0 (default 20000)."
 )
-NOTHING_KNOWN = "The token dumps hold no token with both log-probs: under bypass set old_forward, or use recomputation."
+NOTHING_KNOWN = (
+    "The token dumps hold no token with both log-probs: under bypass raise tim.dump.tokens_per_step, so that rows of the "
+    "first mini-batch are among them, or set old_forward."
+)
 
 
 def spread(steps: Sequence[int]) -> list[int]:
