@@ -117,6 +117,27 @@ def test_one_fact_is_listed_once(tmp_path):
     assert "tim.trainer_numerics" not in keys
 
 
+CORRECTION_KEYS = ("algorithm.rollout_correction", "actor_rollout_ref.actor.policy_loss.rollout_correction")
+
+
+@pytest.mark.parametrize("manifest", [True, False])
+def test_one_change_of_the_correction_is_listed_once(tmp_path, manifest):
+    """The workers have a copy of its keys, and the manifest says them, too."""
+    paths = [
+        write_run(
+            tmp_path / name,
+            manifest=manifest,
+            config={f"{key}.rollout_is_threshold": cap for key in CORRECTION_KEYS},
+            correction_facts={"rollout_is_threshold": cap},
+        )
+        for name, cap in (("a", 2.0), ("b", 5.0))
+    ]
+    comparison = compare(paths)
+    assert [d.key for d in comparison.differences] == [
+        "correction.rollout_is_threshold" if manifest else "algorithm.rollout_correction.rollout_is_threshold"
+    ]
+
+
 def test_paths_into_the_run_folder_and_reporting_are_no_difference():
     one = {
         "tim": {"run_dir": "/x/one", "dump": {"dir": "/x/one/dumps"}},
@@ -230,6 +251,9 @@ def test_identical_rewards(tmp_path):
         set_reward(path, lambda step: 0.01 * step)
     said = lead(*paths)
     assert said.startswith("Rewards are identical at all 30 shared steps, as is expected at this size")
+    unknown = [write_run(tmp_path / name, parameters=None, rollout=name) for name in ("vexact", "stock")]
+    (unknown[1] / "metrics.jsonl").write_text((unknown[0] / "metrics.jsonl").read_text())
+    assert compare(unknown).verdict.lead.startswith("Rewards are identical at all 30 shared steps; ")
     assert said.endswith("a and b equal the trainer bit for bit on all 65,588 tokens, so there is no mismatch to see.")
 
 

@@ -296,13 +296,42 @@ def _differences(runs: Sequence[Run]) -> tuple[list[Difference], list[str]]:
         from_config = diff_configs(configs, include_rollout=True)
         # The manifest says the same of these, from the processes themselves.
         told = {d.key for d in found}
-        same = {"tim.trainer_numerics": "run.trainer_numerics", "tim.choices.correction": "run.correction"}
-        same |= {f"tim.choices.{name}": f"run.{name}" for name in ("task", "recipe", "rollout")}
-        found += [d for d in from_config if same.get(d.key) not in told]
+        own = [
+            d for d in from_config if _SAME_IN_MANIFEST.get(d.key) not in told and _correction_key(d.key) not in told
+        ]
+        values = {d.key: d.values for d in own}
+        found += [d for d in own if values.get(_mirrored(d.key)) != d.values]
     else:
         lacking = [run.name for run in runs if run.config is None]
         unknown.append(f"No config.yaml in {', '.join(lacking)}: settings cannot be compared.")
     return found, unknown
+
+
+# Key of a config -> fact of the manifest.
+_SAME_IN_MANIFEST = {
+    "tim.trainer_numerics": "run.trainer_numerics",
+    "tim.choices.correction": "run.correction",
+    "actor_rollout_ref.actor.policy_loss.loss_mode": "correction.loss_mode",
+    **{f"tim.choices.{name}": f"run.{name}" for name in ("task", "recipe", "rollout")},
+}
+# The trainer's correction, and the copy of it that its workers read.
+_CORRECTION, _WORKERS_CORRECTION = (
+    "algorithm.rollout_correction.",
+    "actor_rollout_ref.actor.policy_loss.rollout_correction.",
+)
+
+
+def _correction_key(key: str) -> str | None:
+    """The manifest's name of a key of the correction, for any other None."""
+    for prefix in (_CORRECTION, _WORKERS_CORRECTION):
+        if key.startswith(prefix):
+            return f"correction.{key.removeprefix(prefix)}"
+    return None
+
+
+def _mirrored(key: str) -> str | None:
+    """What a key of the workers' copy of the correction is the copy of, for any other None."""
+    return _CORRECTION + key.removeprefix(_WORKERS_CORRECTION) if key.startswith(_WORKERS_CORRECTION) else None
 
 
 def shown(value: Any) -> str:

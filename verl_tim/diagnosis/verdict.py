@@ -245,13 +245,14 @@ def _rewards(runs: Sequence[Run], rewards: RewardComparison) -> str:
         told = listed([f"{name} {short(ends[name])}" for name in ordered])
         return f"Rewards end apart ({told}, over the last {rewards.window} shared steps)"
     if rewards.kind == "identical":
-        said = f"Rewards are identical at all {rewards.shared} shared steps"
+        said, after = f"Rewards are identical at all {rewards.shared} shared steps", ""
     else:
         said = f"Rewards end equal within noise ({listed([short(end) for end in ends.values()])})"
+        after = f" after {rewards.shared} shared steps"
     size = _size(runs)
     if size is not None and size < SMALL_MODEL:
         return f"{said}, as is expected at this size ({count(size)} parameters, {rewards.shared} steps)"
-    return f"{said} after {rewards.shared} shared steps"
+    return said + after
 
 
 def _mismatches(states: dict[str, Exactness], rewards: RewardComparison) -> str:
