@@ -26,11 +26,13 @@ TAIL = (0.5, 0.95, 0.99, 0.999)
 
 @dataclass(frozen=True)
 class WorstToken:
-    """A token with a large |d| in its text. Log-probs in nats."""
+    """A token with a large |d| in its text. Log-probs in nats. `place`: among the `length` tokens that the model wrote;
+    `position`: in the response, with what tools wrote. Both from 0."""
 
     step: int
     row: int
     position: int
+    place: int
     length: int
     delta: float
     old_log_prob: float
@@ -182,6 +184,7 @@ def worst_tokens(dumped: Dumped, count: int = WORST) -> list[WorstToken]:
                 step=int(token["step"]),
                 row=int(token["row"]),
                 position=int(token["position"]),
+                place=int(token["place"]),
                 length=int(token["length"]),
                 delta=float(token["delta"]),
                 old_log_prob=float(token["old_log_prob"]),
