@@ -24,8 +24,8 @@ class Dumped:
 
     Attributes:
         tokens: the table without its route columns, sorted by step, row and position; its index is 0 to N - 1, and it
-            has the columns `sequence` (0 to R - 1), `place` (among the sequence's tokens, from 0; `position` counts what a
-            tool wrote between them, too) and `delta` (old - rollout in nats, NaN where either is missing).
+            has the columns `sequence` (0 to R - 1), `place` (among the sequence's tokens, from 0; `position` counts
+            what a tool wrote between them, too) and `delta` (old - rollout in nats, NaN where either is missing).
         layers, top_k: what the routes hold; empty where none were recorded.
         correction: the run's settings, as the dump states them.
     """

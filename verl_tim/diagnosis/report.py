@@ -149,8 +149,8 @@ NO_DUMPS = (
     "set tim.dump.tokens_per_step above 0 (default 20000)."
 )
 NOTHING_KNOWN = (
-    "The token dumps hold no token with both log-probs: under bypass raise tim.dump.tokens_per_step, so that rows of the "
-    "first mini-batch are among them, or set old_forward."
+    "The token dumps hold no token with both log-probs: under bypass raise tim.dump.tokens_per_step, so that rows of "
+    "the first mini-batch are among them, or set old_forward."
 )
 
 
