@@ -19,6 +19,7 @@ from verl_tim.cli import app
 from verl_tim.commands.calibrate import how_to_use
 from verl_tim.correction import RolloutCorrectionConfig, correct
 from verl_tim.diagnosis.calibrate import (
+    Calibration,
     CalibrationError,
     Candidate,
     Figures,
@@ -287,3 +288,16 @@ def test_runs_of_different_models_are_refused_and_of_different_tasks_noted(tmp_p
     manifest["run"]["task"] = "another"
     (runs["small"] / "manifest.json").write_text(json.dumps(manifest))
     assert "another" in calibrate(runs["stock"], runs["small"], rules=["token_k1"]).notes[0]
+
+
+def test_an_option_of_an_earlier_call_is_not_left_without_a_word(pair, tmp_path, monkeypatch):
+    """Nothing is written, and what stands there would be taken for the answer."""
+    monkeypatch.setattr(Calibration, "confirmed", property(lambda self: False))
+    earlier = tmp_path / "out" / "correction" / "calibrated_x.yaml"
+    earlier.parent.mkdir(parents=True)
+    earlier.write_text("tim: {}\n")
+    words = ["calibrate", *map(str, pair), "--out", str(tmp_path / "out"), "--name", "x", "--max-share", "0.02"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 1, result.output
+    assert "is of an earlier call" in " ".join(result.stderr.split())
+    assert earlier.read_text() == "tim: {}\n"
