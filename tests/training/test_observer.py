@@ -19,9 +19,10 @@ from verl_tim.training.observer import MismatchError, StepBatch, StepObserver
 from verl_tim.training.records import RECORD_METRIC, LossRecord, assemble, take
 
 
-def observer(tim=None, *, gated=True, bypass=False):
+def observer(tim=None, *, gated=True, bypass=False, **more):
     return StepObserver(
         tim or TimConfig(),
+        **more,
         gated=gated,
         bypass=bypass,
         clip_ratio_low=0.2,
@@ -154,6 +155,22 @@ def test_rejection_is_counted_against_the_mask_before_it():
     assert metrics["tim/valid_tokens"] == 18
     assert metrics["tim/rejected_share_pos_adv"] == pytest.approx(0.5)
     assert metrics["tim/rejected_share_neg_adv"] == 0.0
+
+
+@pytest.mark.parametrize("width", [5, 8, 50])
+@pytest.mark.parametrize("bypass", [False, True])
+def test_a_length_is_in_one_bin_however_wide_a_steps_batch_is(width, bypass):
+    """V1 pads a batch to its own longest response, legacy to the run's limit: five tokens are five of fifty in both."""
+    step_batch = batch()
+    names = ("old_log_probs_BT", "rollout_log_probs_BT", "response_mask_BT", "advantages_BT")
+    wide = {name: torch.nn.functional.pad(getattr(step_batch, name), (0, width - 5)) for name in names}
+    seen = records(step_batch)
+    if bypass:
+        wide["old_log_probs_BT"] = None
+    made = observer(gated=False, bypass=bypass, longest_response=50)
+    metrics = made.after_update(7, batch(**wide), seen)
+    bins = {name.rpartition("_")[2] for name in metrics if "by_length" in name}
+    assert bins == {"0", "1"}  # rows of four and of five tokens
 
 
 # ------------------------------------------------------------------------------------------------------------- bypass
