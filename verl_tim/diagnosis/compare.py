@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import RenderableType
 
-from verl_tim.diagnosis.config_diff import diff_configs
+from verl_tim.diagnosis.config_diff import FILLED_KEYS, diff_configs
 from verl_tim.diagnosis.curves import (
     DELTA_MAX,
     DELTA_MEAN,
@@ -294,13 +294,15 @@ def _differences(runs: Sequence[Run]) -> tuple[list[Difference], list[str]]:
     configs = {run.name: run.config for run in runs if run.config is not None}
     if len(configs) == len(runs):
         from_config = diff_configs(configs, include_rollout=True)
+        if len({run.tracked for run in runs}) > 1:
+            from_config = [d for d in from_config if not FILLED_KEYS.fullmatch(d.key)]
         # The manifest says the same of these, from the processes themselves.
         told = {d.key for d in found}
         own = [
             d for d in from_config if _SAME_IN_MANIFEST.get(d.key) not in told and _correction_key(d.key) not in told
         ]
         values = {d.key: d.values for d in own}
-        found += [d for d in own if values.get(_mirrored(d.key)) != d.values]
+        found += [d for d in own if values.get(_mirrored(d.key) or "") != d.values]
     else:
         lacking = [run.name for run in runs if run.config is None]
         unknown.append(f"No config.yaml in {', '.join(lacking)}: settings cannot be compared.")
