@@ -138,6 +138,21 @@ def test_what_a_tool_wrote_moves_no_place(tmp_path):
     assert max(heat.figure.data[0].x) == 8
 
 
+def test_the_command_shows_the_worst_tokens_and_layers(tmp_path):
+    def spike(place_N, advantage, noise):
+        return np.where(place_N == 3, 0.7, 0.0) if advantage > 0 else 0.0 * place_N
+
+    text = ("[red]", "+", "4", "=[/]", "7", " so")
+    run = write_run(tmp_path / "run", rollout="stock", steps=2)
+    write_dumps(run, spike, steps=1, prompts=1, per_prompt=2, lengths=(8, 9), text=text, flips={0: 0.0, 5: 1.0})
+    result = CliRunner().invoke(app, ["report", str(run), "--out", str(tmp_path / "out")])
+    assert result.exit_code == 0, result.output
+    shown = " ".join(result.stdout.replace("│", " ").split())
+    assert "[red]+4=[/]7 so" in shown
+    assert "1, 1, 4" in shown
+    assert "of 2 layers: layer 5 100 %, layer 0 0 %" in shown
+
+
 def test_context_ends_at_the_sequence(tmp_path):
     report = report_of(tmp_path, offset(0.1), steps=1, prompts=2, per_prompt=2, lengths=(4, 5))
     assert all(token.before + token.text + token.after == "3+4=" for token in report.worst)

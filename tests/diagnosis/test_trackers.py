@@ -119,6 +119,15 @@ def test_a_metrics_file_alone_is_a_run(tmp_path):
     assert (run.name, run.steps, run.rollout) == ("alone", 4, "unknown")
 
 
+def test_a_folder_with_a_metrics_file_of_another_name_names_it(tmp_path):
+    """verl's file logger writes PROJECT/EXPERIMENT.jsonl."""
+    path = write_run(tmp_path / "run", steps=4) / "metrics.jsonl"
+    (tmp_path / "logs" / "project").mkdir(parents=True)
+    path.rename(tmp_path / "logs" / "project" / "experiment.jsonl")
+    with pytest.raises(RunFolderError, match=r"give the file itself, .*: project/experiment\.jsonl"):
+        Run.read(tmp_path / "logs")
+
+
 def test_runs_of_all_kinds_compare(events, offline, tmp_path):
     exact = write_run(tmp_path / "vexact", steps=6)
     comparison = compare([exact, events, offline], names=["vexact", "tb", "wb"])
