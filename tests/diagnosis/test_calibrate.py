@@ -7,6 +7,8 @@ import json
 import math
 
 import numpy as np
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
@@ -142,6 +144,17 @@ def test_too_little_data_is_refused_with_the_minimum(tmp_path, pair):
         calibrate(pair[0], small)
     with pytest.raises(TokenDumpError, match="no token dumps"):
         calibrate(write_run(tmp_path / "none", steps=2), pair[1])
+
+
+def test_sequences_without_a_known_token_count_for_nothing(tmp_path, pair):
+    """Under bypass only the first mini-batch's rows have old log-probs: 384 dumped sequences may be 100 that tell."""
+    run = write_dumps(tmp_path / "run", one_sign(0.3, 0.02), steps=3)
+    for file in sorted((run / "tokens").glob("*.parquet")):
+        table = pq.read_table(file)
+        old = pc.if_else(pc.less(table["row"], 32), table["old_log_prob"], None)
+        pq.write_table(table.set_column(table.column_names.index("old_log_prob"), "old_log_prob", old), file)
+    with pytest.raises(CalibrationError, match="run has 96 dumped sequences"):
+        calibrate(run, pair[1])
 
 
 def test_the_minimum_follows_the_share(tmp_path, pair):
