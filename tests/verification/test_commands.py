@@ -31,6 +31,21 @@ def test_the_ladder_of_a_moe_model(random_models):
     assert sum(": passed, " in line for line in result.stderr.splitlines()) == scenarios > 6
 
 
+def test_the_model_of_the_other_kind_has_the_runs_rollout(random_models, tmp_path):
+    """The ladder of a MoE run with rollout=stock has a dense model for rung 3: exact bits of vexact there would say
+    that stock is aligned."""
+    config = {"actor_rollout_ref": {"rollout": {"name": "stock"}, "model": {"path": random_models["qwen3_moe"]}}}
+    (tmp_path / "config.yaml").write_text(json.dumps(config))
+    result = verify(str(tmp_path), "--ladder", "--json")
+    assert result.exit_code == 0, result.output
+    (subject,) = json.loads(result.stdout)["subjects"]
+    assert (subject["rollout"], subject["other"]) == ("stock", "random qwen3")
+    scenarios = {rung["name"]: rung["scenarios"] for rung in subject["rungs"]}
+    (dense,) = scenarios["3 aligned, dense"]
+    assert not dense["exact"]
+    assert dense["report"]["differing"] > 0
+
+
 def test_a_planted_fault_stops_the_ladder_with_exit_code_1(random_models):
     result = verify(random_models["qwen3"], "--ladder", "--plant", "stock_activation", "--json")
     assert result.exit_code == 1

@@ -104,7 +104,8 @@ def _rungs(target: Target, others: dict[str, Target], dtype: str, options: Optio
     is_moe = load_model_config(target.model_path).moe is not None
     if options.dump is not None:
         return [dumped_rung(primary, _dumped(options.dump, primary.vocab_size), moe=is_moe)], None
-    beside = others["qwen3" if is_moe else "qwen3_moe"]
+    # a run's rollout is not on the command line, and what stands for the other kind must have the same
+    beside = replace(others["qwen3" if is_moe else "qwen3_moe"], rollout=target.rollout)
     other = _subject(beside, dtype, options)
     return six_rungs(primary, *((other, primary) if is_moe else (primary, other))), beside.label
 
