@@ -16,7 +16,7 @@ from verl_tim.diagnosis.config_diff import correction_name, diff_configs
 from verl_tim.diagnosis.formats import count, listed, percent, short
 from verl_tim.diagnosis.manifest import ManifestError
 from verl_tim.diagnosis.metric_log import MetricLog, Record, RunFolderError
-from verl_tim.diagnosis.verdict import compare_rewards, exactness
+from verl_tim.diagnosis.verdict import Exactness, compare_rewards, exactness
 
 
 @pytest.fixture
@@ -343,6 +343,19 @@ def test_missing_tokens_nonfinite_values_and_a_torn_file_are_told(tmp_path):
     assert "14 response tokens had no usable log-prob" in notes
     assert "actor/grad_norm was not finite at 7 of 7 logged steps" in notes
     assert "cut off" in notes
+
+
+def test_a_run_whose_every_log_prob_is_missing_says_so(tmp_path):
+    """Not one token could be compared: that is no run without metrics."""
+    log = MetricLog([Record(s, {"tim/valid_tokens": 0.0, "tim/missing_tokens": 50.0}) for s in (1, 2)])
+    assert exactness(log) == Exactness("unmeasured", missing=100)
+    run = write_run(tmp_path / "run", rollout="stock", steps=2, drop=("tim/",))
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        line["data"] |= {"tim/valid_tokens": 0, "tim/missing_tokens": 50}
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (note,) = compare([run]).verdict.notes
+    assert note.startswith("run: 150 response tokens had no usable log-prob")
 
 
 def test_one_run(tmp_path):

@@ -57,8 +57,9 @@ def exactness(log: MetricLog) -> Exactness:
     nonfinite = log.nonfinite()
     unreadable = {step for name in (EXACT_FRACTION[0], DELTA_MAX[0]) for step in nonfinite.get(name, ())}
     steps = sorted(fraction.keys() | largest.keys() | unreadable)
+    missing = int(sum(log.series("tim/missing_tokens")[1]))
     if not steps:
-        return Exactness("unmeasured")
+        return Exactness("unmeasured", missing=missing)
     tokens = dict(zip(*log.series("tim/valid_tokens"), strict=True))
     weighted = all(step in tokens for step in steps)
     weight = {step: tokens[step] if weighted else 1.0 for step in steps}
@@ -74,7 +75,7 @@ def exactness(log: MetricLog) -> Exactness:
         kind="mismatch" if broken else "exact",
         steps=len(steps),
         tokens=int(sum(weight.values())) if weighted else None,
-        missing=int(sum(log.series("tim/missing_tokens")[1])),
+        missing=missing,
         exact_fraction=mean_over_tokens(fraction),
         delta_mean=mean_over_tokens({step: value for step, value in means.items() if step in weight}),
         delta_max=max(largest.values(), default=None),
