@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from verl_tim.cli import app
 from verl_tim.commands import train
+from verl_tim.commands.headline import headline
 from verl_tim.launch import process
 
 runner = CliRunner()
@@ -81,7 +82,7 @@ def test_train_runs_and_sums_up(small, fake_verl, tmp_path):
     assert summary["run_dir"] == f"{tmp_path}/run"
     assert summary["choices"]["rollout"] == "vexact"
     assert (summary["steps"], summary["mismatch_max"], summary["validation_first"]) == (2, 0.0, 0.25)
-    assert summary["reward_first"] == pytest.approx(0.3)
+    assert (summary["reward_steps"], summary["reward_first"]) == (1, pytest.approx(0.2))
     assert "step 2/2" in result.stderr
     config = yaml.safe_load((tmp_path / "run/config.yaml").read_text())
     assert config["trainer"]["total_training_steps"] == 2
@@ -95,6 +96,31 @@ def test_train_table_shows_zero_as_zero(small, fake_verl):
     assert result.exit_code == 0
     row = next(line for line in result.stdout.splitlines() if "largest mismatch" in line)
     assert row.split("│")[2].strip() == "0"
+
+
+@pytest.mark.parametrize(("steps", "edge"), [(1, 1), (4, 2), (9, 4), (12, 5)])
+def test_first_and_last_steps_of_a_short_run_do_not_overlap(steps, edge, capsys):
+    rewards = [float(step) for step in range(1, steps + 1)]
+    done = tuple(process.Step(step, {"critic/score/mean": reward}) for step, reward in enumerate(rewards, start=1))
+    values = headline(done)
+    assert values["reward_steps"] == edge
+    assert values["reward_first"] == pytest.approx(sum(rewards[:edge]) / edge)
+    assert values["reward_last"] == pytest.approx(sum(rewards[-edge:]) / edge)
+    shown = _train_table(process.Outcome(0, 1.0, done, Path("train.log"), ()), capsys)
+    assert f"reward, first and last {f'{edge} steps' if edge > 1 else 'step'} " in shown
+
+
+def test_a_run_that_logged_to_the_console_alone_is_not_said_to_have_done_no_step(capsys):
+    shown = _train_table(process.Outcome(0, 1.0, (), Path("train.log"), ()), capsys)
+    assert "tracker=console" in shown
+
+
+def _train_table(outcome, capsys):
+    choices = {"rollout": "vexact", "trainer": "contract", "correction": "none"}
+    train.show(
+        OmegaConf.create({"tim": {"choices": choices, "run_dir": "r"}, "trainer": {"experiment_name": "r"}}), outcome
+    )
+    return " ".join(capsys.readouterr().out.replace("│", " ").split())
 
 
 def test_train_table_names_the_replay(capsys):

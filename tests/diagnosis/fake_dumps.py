@@ -64,6 +64,7 @@ def write_dumps(
     flips: dict[int, float] | None = None,
     text: tuple[str, ...] = WORDS,
     fields: tuple[str, ...] = ("old_log_prob_N", "rollout_log_prob_N"),
+    gap: int = 0,
 ) -> Path:
     """Dumps of `steps` steps.
 
@@ -71,6 +72,7 @@ def write_dumps(
         kept: d -> mask after rejection; all kept without it.
         flips: layer -> share of tokens whose second expert differs.
         fields: log-probs that are recorded.
+        gap: tokens that a tool wrote in the middle of each response.
     """
     noise = np.random.default_rng(seed)
     layers = list(flips or {})
@@ -99,12 +101,12 @@ def write_dumps(
                     row=row,
                     uid=f"{step}-{row // per_prompt}",
                     group=row // per_prompt,
-                    position_N=place_N,
+                    position_N=place_N + gap * (place_N >= count // 2),
                     token_id_N=noise.integers(0, len(text), count),
                     text_N=[text[i % len(text)] for i in range(count)],
                     advantage_N=np.full(count, advantage, np.float32),
                     kept_N=np.ones(count, bool) if kept is None else kept(old_N - rollout_N),
-                    turn_N=np.ones(count, int),
+                    turn_N=1 + (place_N >= count // 2) * (gap > 0),
                     weight_version_N=np.full(count, step),
                     **{name: log_probs[name] for name in fields},
                     **routes,

@@ -172,6 +172,7 @@ def write_run(
     parameters: int | None = 612_480,
     facts: dict[str, Any] | None = None,
     config: dict[str, Any] | None = None,
+    correction_facts: dict[str, Any] | None = None,
     **curves: Any,
 ) -> Path:
     """A whole run folder. `delta` is 0 for vexact unless given, and 2e-3 nats for other rollouts."""
@@ -213,6 +214,7 @@ def write_run(
                 )
             },
             old_log_probs="bypass" if correction == "bypass_ppo" else "recompute",
+            correction=correction_facts,
         ).write(path)
     if samples:
         noise = random.Random(seed)

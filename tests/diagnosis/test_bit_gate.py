@@ -246,3 +246,31 @@ def test_counts_add_up():
     )
     assert outcome.totals() == {"preemptions": 5, "x": 1}
     assert outcome.to_dict()["totals"] == {"preemptions": 5, "x": 1}
+
+
+@pytest.mark.parametrize("width", [80, 140])
+def test_the_table_shortens_no_number_and_no_name_in_a_narrow_terminal(width):
+    """A log file and most terminals have 80 columns; the words of what was counted are broken between words alone."""
+    left, right = torch.tensor([[0.0, -1.0]]), torch.tensor([[1e-3, -1.5]])
+    counts = {"responses aborted and sent again": 9, "log-probs that other weights move": 96, "preemptions": 12}
+
+    def differs():
+        return ScenarioResult(
+            "tokens and log-probs twice", report=compare_bits(left, right), counts=counts, exact=False
+        )
+
+    def fails():
+        return ScenarioResult("trainer against rollout", error="nothing was recomputed in model.layers.0.mlp")
+
+    outcome = climb([Rung("2 batch-invariant", [("a", differs)]), Rung("4 MoE, training", [("b", fails)])])
+    console = Console(width=width, file=io.StringIO())
+    console.print(outcome.table("random qwen3 (other kind: random qwen3_moe), bfloat16, rollout=stock"))
+    text = console.file.getvalue()
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= width
+    (row,) = [line for line in text.splitlines() if "tokens and log-probs twice" in line]
+    report = outcome.rungs[0].results[0].report
+    assert row.split()[-4:] == ["2", "2", f"{report.max_abs:.3g}", f"{report.max_ulp:,}"]
+    words = " ".join(text.split())
+    assert ", ".join(f"{name} {n}" for name, n in counts.items()) in words
+    assert "nothing was recomputed in model.layers.0.mlp" in words

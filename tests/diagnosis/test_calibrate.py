@@ -7,6 +7,8 @@ import json
 import math
 
 import numpy as np
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
@@ -19,6 +21,7 @@ from verl_tim.cli import app
 from verl_tim.commands.calibrate import how_to_use
 from verl_tim.correction import RolloutCorrectionConfig, correct
 from verl_tim.diagnosis.calibrate import (
+    Calibration,
     CalibrationError,
     Candidate,
     Figures,
@@ -141,6 +144,17 @@ def test_too_little_data_is_refused_with_the_minimum(tmp_path, pair):
         calibrate(pair[0], small)
     with pytest.raises(TokenDumpError, match="no token dumps"):
         calibrate(write_run(tmp_path / "none", steps=2), pair[1])
+
+
+def test_sequences_without_a_known_token_count_for_nothing(tmp_path, pair):
+    """Under bypass only the first mini-batch's rows have old log-probs: 384 dumped sequences may be 100 that tell."""
+    run = write_dumps(tmp_path / "run", one_sign(0.3, 0.02), steps=3)
+    for file in sorted((run / "tokens").glob("*.parquet")):
+        table = pq.read_table(file)
+        old = pc.if_else(pc.less(table["row"], 32), table["old_log_prob"], None)
+        pq.write_table(table.set_column(table.column_names.index("old_log_prob"), "old_log_prob", old), file)
+    with pytest.raises(CalibrationError, match="run has 96 dumped sequences"):
+        calibrate(run, pair[1])
 
 
 def test_the_minimum_follows_the_share(tmp_path, pair):
@@ -287,3 +301,16 @@ def test_runs_of_different_models_are_refused_and_of_different_tasks_noted(tmp_p
     manifest["run"]["task"] = "another"
     (runs["small"] / "manifest.json").write_text(json.dumps(manifest))
     assert "another" in calibrate(runs["stock"], runs["small"], rules=["token_k1"]).notes[0]
+
+
+def test_an_option_of_an_earlier_call_is_not_left_without_a_word(pair, tmp_path, monkeypatch):
+    """Nothing is written, and what stands there would be taken for the answer."""
+    monkeypatch.setattr(Calibration, "confirmed", property(lambda self: False))
+    earlier = tmp_path / "out" / "correction" / "calibrated_x.yaml"
+    earlier.parent.mkdir(parents=True)
+    earlier.write_text("tim: {}\n")
+    words = ["calibrate", *map(str, pair), "--out", str(tmp_path / "out"), "--name", "x", "--max-share", "0.02"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 1, result.output
+    assert "is of an earlier call" in " ".join(result.stderr.split())
+    assert earlier.read_text() == "tim: {}\n"

@@ -9,7 +9,9 @@ from fake_runs import write_run
 from typer.testing import CliRunner
 
 from verl_tim.cli import app
+from verl_tim.diagnosis.compare import compare
 from verl_tim.diagnosis.curves import CORR_K, PLOTS, PPO_K, Line, Plot
+from verl_tim.diagnosis.formats import written
 
 runner = CliRunner()
 
@@ -163,3 +165,19 @@ def test_a_narrow_terminal_folds_long_names_and_shortens_no_label_and_no_number(
         assert f"│ {label}" in table
     assert "…" not in table
     assert all(line.count("│") == 8 for line in table.splitlines() if line.startswith("│")), table
+
+
+def test_many_runs_stand_below_each_other_and_lose_no_number(tmp_path, monkeypatch):
+    """Six settings have 18 columns of numbers: what does not fit beside the others gets a table of its own."""
+    monkeypatch.setenv("COLUMNS", "80")
+    paths = [
+        write_run(tmp_path / f"{rollout}-lr{lr:g}", rollout=rollout, config={"actor_rollout_ref.actor.optim.lr": lr})
+        for rollout in ("vexact", "stock")
+        for lr in (1e-3, 1e-4, 1e-5)
+    ]
+    text = invoke(*paths, "--out", tmp_path / "out").stdout
+    assert "…" not in text.replace(" … ", "")  # a band is written low … high
+    comparison = compare(paths)
+    for row in comparison.summary():
+        for value in (value for values in row.values for value in values):
+            assert written(value, row.kind) in text

@@ -11,6 +11,7 @@ import pytest
 from fake_runs import write_run
 
 from verl_tim.diagnosis.compare import Options, compare
+from verl_tim.diagnosis.curves import PLOTS
 from verl_tim.diagnosis.figures import build_sections, draw, run_colors, zero_row
 from verl_tim.diagnosis.page import render_page, sample_rows
 from verl_tim.diagnosis.run_folder import RunFolder, Sample
@@ -270,3 +271,15 @@ def test_draw_is_none_without_data(runs):
 
 def test_size_is_sane(runs):
     assert len(render_page(compare(runs))) < 6_500_000
+
+
+def test_runs_that_call_one_thing_by_different_names_share_its_plot(tmp_path):
+    """A run that leaves the pass for the old log-probs out has no `actor/entropy`, and the update's instead."""
+    paths = [write_run(tmp_path / "vexact"), write_run(tmp_path / "stock", rollout="stock")]
+    file = paths[1] / "metrics.jsonl"
+    file.write_text(file.read_text().replace('"actor/entropy"', '"actor/entropy_loss"'))
+    comparison = compare(paths)
+    drawing = draw(next(p for _, plots in PLOTS for p in plots if p.id == "entropy"), comparison.groups)
+    assert [trace.meta["run"] for trace in drawing.figure.data] == [0, 1]
+    assert all(entry.last for entry in drawing.legend)
+    assert drawing.metrics == ["actor/entropy", "actor/entropy_loss"]

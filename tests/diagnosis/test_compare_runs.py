@@ -16,7 +16,7 @@ from verl_tim.diagnosis.config_diff import correction_name, diff_configs
 from verl_tim.diagnosis.formats import count, listed, percent, short
 from verl_tim.diagnosis.manifest import ManifestError
 from verl_tim.diagnosis.metric_log import MetricLog, Record, RunFolderError
-from verl_tim.diagnosis.verdict import compare_rewards, exactness
+from verl_tim.diagnosis.verdict import Exactness, compare_rewards, exactness
 
 
 @pytest.fixture
@@ -115,6 +115,27 @@ def test_one_fact_is_listed_once(tmp_path):
     keys = [d.key for d in compare(paths).differences]
     assert "run.trainer_numerics" in keys
     assert "tim.trainer_numerics" not in keys
+
+
+CORRECTION_KEYS = ("algorithm.rollout_correction", "actor_rollout_ref.actor.policy_loss.rollout_correction")
+
+
+@pytest.mark.parametrize("manifest", [True, False])
+def test_one_change_of_the_correction_is_listed_once(tmp_path, manifest):
+    """The workers have a copy of its keys, and the manifest says them, too."""
+    paths = [
+        write_run(
+            tmp_path / name,
+            manifest=manifest,
+            config={f"{key}.rollout_is_threshold": cap for key in CORRECTION_KEYS},
+            correction_facts={"rollout_is_threshold": cap},
+        )
+        for name, cap in (("a", 2.0), ("b", 5.0))
+    ]
+    comparison = compare(paths)
+    assert [d.key for d in comparison.differences] == [
+        "correction.rollout_is_threshold" if manifest else "algorithm.rollout_correction.rollout_is_threshold"
+    ]
 
 
 def test_paths_into_the_run_folder_and_reporting_are_no_difference():
@@ -230,6 +251,9 @@ def test_identical_rewards(tmp_path):
         set_reward(path, lambda step: 0.01 * step)
     said = lead(*paths)
     assert said.startswith("Rewards are identical at all 30 shared steps, as is expected at this size")
+    unknown = [write_run(tmp_path / name, parameters=None, rollout=name) for name in ("vexact", "stock")]
+    (unknown[1] / "metrics.jsonl").write_text((unknown[0] / "metrics.jsonl").read_text())
+    assert compare(unknown).verdict.lead.startswith("Rewards are identical at all 30 shared steps; ")
     assert said.endswith("a and b equal the trainer bit for bit on all 65,588 tokens, so there is no mismatch to see.")
 
 
@@ -321,6 +345,19 @@ def test_missing_tokens_nonfinite_values_and_a_torn_file_are_told(tmp_path):
     assert "cut off" in notes
 
 
+def test_a_run_whose_every_log_prob_is_missing_says_so(tmp_path):
+    """Not one token could be compared: that is no run without metrics."""
+    log = MetricLog([Record(s, {"tim/valid_tokens": 0.0, "tim/missing_tokens": 50.0}) for s in (1, 2)])
+    assert exactness(log) == Exactness("unmeasured", missing=100)
+    run = write_run(tmp_path / "run", rollout="stock", steps=2, drop=("tim/",))
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        line["data"] |= {"tim/valid_tokens": 0, "tim/missing_tokens": 50}
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (note,) = compare([run]).verdict.notes
+    assert note.startswith("run: 150 response tokens had no usable log-prob")
+
+
 def test_one_run(tmp_path):
     assert re.fullmatch(
         r"Reward rises from 0\.\d+ to 0\.\d+ over 30 steps; "
@@ -357,9 +394,27 @@ def test_rewards_are_paired_by_step():
             [Record(s, {"critic/score/mean": math.sin(s) + offset + 1e-3 * math.cos(7 * s)}) for s in range(1, 31)]
         )
 
-    assert compare_rewards({"a": log(0.0), "b": log(0.05)}).kind == "apart"
-    same = compare_rewards({"a": log(0.0), "b": MetricLog(log(0.0).records[:-3])})
+    assert compare_rewards({"a": {"a": log(0.0)}, "b": {"b": log(0.05)}}).kind == "apart"
+    same = compare_rewards({"a": {"a": log(0.0)}, "b": {"b": MetricLog(log(0.0).records[:-3])}})
     assert (same.kind, same.shared) == ("identical", 27)
+
+
+@pytest.mark.parametrize(("spread", "kind"), [(0.001, "apart"), (0.1, "equal")])
+def test_rewards_of_several_seeds_are_apart_only_beyond_what_seeds_explain(spread, kind):
+    """Every step of every seed says that b is above a; how far seeds of one setting lie apart says what it is worth."""
+
+    def seeds(level):
+        return {
+            f"{level}-{seed}": MetricLog(
+                [Record(s, {"critic/score/mean": level + spread * seed + 1e-4 * math.cos(7 * s)}) for s in range(1, 31)]
+            )
+            for seed in range(3)
+        }
+
+    found = compare_rewards({"a": seeds(0.5), "b": seeds(0.55)})
+    assert (found.kind, found.gap) == (kind, pytest.approx(0.05))
+    # pooled variance spread^2 of 3 + 3 ends: t(4) = 2.78
+    assert found.noise == pytest.approx(2.78 * spread * math.sqrt(2 / 3), rel=1e-6)
 
 
 # Input ------------------------------------------------------------

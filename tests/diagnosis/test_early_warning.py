@@ -89,6 +89,20 @@ def test_a_sharp_band_is_left_at_once_and_the_change_is_found():
     assert (exact.state, exact.sharp) == ("stayed", True)
 
 
+def test_the_change_is_looked_for_where_the_baseline_has_ended():
+    """The exact run was stopped early; at what step the other leaves its own first steps does not hang on it."""
+    run = group("run", {K3: leaving(noisy(1e-3, 1, 1e-5), 50, 1e-2)}, steps=80)
+    whole, short = (of(K3, run, group("base", {K3: lambda step: 0.0}, steps=steps)) for steps in (80, 12))
+    assert (whole.step, whole.changed) == (short.step, short.changed) == (1, 50)
+
+
+def test_too_few_steps_to_change_in_are_not_called_unchanged():
+    base = group("base", {K3: lambda step: 0.0}, steps=80)
+    assert not of(K3, group("run", {K3: noisy(1e-3, 1, 1e-5)}, steps=12), base).settled
+    steady = of(K3, group("run", {K3: noisy(1e-3, 1, 1e-5)}, steps=80), base)
+    assert (steady.settled, steady.changed) == (True, None)
+
+
 @pytest.mark.parametrize("level", [1 / 3, 1.0, -0.1, 1e6])
 def test_a_constant_other_than_zero_does_not_leave_itself(level):
     baseline = group("base", {REWARD: lambda step: level})

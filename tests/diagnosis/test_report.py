@@ -123,6 +123,36 @@ def test_the_worst_token_stands_in_its_text(tmp_path):
     assert "3+4<mark>=</mark>7 so the answer" in page
 
 
+def test_what_a_tool_wrote_moves_no_place(tmp_path):
+    """Of eight tokens the model wrote the last is the eighth, wherever in the response it stands."""
+
+    def last(place_N, advantage, noise):
+        return np.where(place_N == 7, 0.7, 0.0)
+
+    report = report_of(tmp_path, last, steps=1, prompts=1, per_prompt=2, lengths=(8, 9), gap=500)
+    assert {(token.place, token.length, token.position) for token in report.worst} == {(7, 8, 507)}
+    page = render_report(report)
+    assert "<td>8 of 8</td>" in page
+    assert "508" not in page[: page.index("<script>")]
+    heat = heat_map(*(report.known[name].to_numpy("int64") for name in ("place", "length")), np.ones(len(report.known)))
+    assert max(heat.figure.data[0].x) == 8
+
+
+def test_the_command_shows_the_worst_tokens_and_layers(tmp_path):
+    def spike(place_N, advantage, noise):
+        return np.where(place_N == 3, 0.7, 0.0) if advantage > 0 else 0.0 * place_N
+
+    text = ("[red]", "+", "4", "=[/]", "7", " so")
+    run = write_run(tmp_path / "run", rollout="stock", steps=2)
+    write_dumps(run, spike, steps=1, prompts=1, per_prompt=2, lengths=(8, 9), text=text, flips={0: 0.0, 5: 1.0})
+    result = CliRunner().invoke(app, ["report", str(run), "--out", str(tmp_path / "out")])
+    assert result.exit_code == 0, result.output
+    shown = " ".join(result.stdout.replace("│", " ").split())
+    assert "[red]+4=[/]7 so" in shown
+    assert "1, 1, 4" in shown
+    assert "of 2 layers: layer 5 100 %, layer 0 0 %" in shown
+
+
 def test_context_ends_at_the_sequence(tmp_path):
     report = report_of(tmp_path, offset(0.1), steps=1, prompts=2, per_prompt=2, lengths=(4, 5))
     assert all(token.before + token.text + token.after == "3+4=" for token in report.worst)

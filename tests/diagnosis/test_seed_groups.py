@@ -104,6 +104,43 @@ def test_the_page_draws_one_mean_with_a_band_per_setting(six):
     assert "stock-s1, stock-s2, stock-s3" in page
 
 
+def cut(run, step):
+    """The run as it is when it is killed: `metrics.jsonl` ends within the line after `step`."""
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(lines[: step + 1]) + lines[step + 1][:40])
+
+
+def test_a_seed_that_ended_early_moves_no_conclusion(tmp_path):
+    """Of three seeds with rewards apart by 0.1 the lowest is killed: the mean of the other two jumps, and means
+    nothing."""
+    paths = [
+        write_run(tmp_path / f"{rollout}-s{seed}", rollout=rollout, steps=60, seed=seed, start=0.1 * seed)
+        for rollout in ("stock", "vexact")
+        for seed in (1, 2, 3)
+    ]
+    cut(paths[0], 25)
+    comparison = compare(paths)
+    stock = comparison.groups[0]
+    assert len(stock.shared(("critic/score/mean",))) == 25
+    assert stock.curve(("critic/score/mean",)).steps[-1] == 60  # drawn to the end
+    assert "Rewards end equal within noise" in comparison.verdict.lead
+    (note,) = [note for note in comparison.verdict.notes if "ended before" in note]
+    assert "stock-s1 at step 25 ended before step 60" in note
+    assert "ended before step 60" in render_page(comparison)
+    assert {d.signal: d.state for d in comparison.warnings}["reward"] == "stayed"
+
+
+def test_a_baseline_seed_that_ended_early_makes_no_departure(tmp_path):
+    paths = [
+        write_run(tmp_path / f"{rollout}-s{seed}", rollout=rollout, steps=60, seed=seed, start=0.2 * seed, gain=0.05)
+        for rollout in ("stock", "vexact")
+        for seed in (1, 2)
+    ]
+    cut(paths[2], 25)
+    warnings = {d.signal: d for d in compare(paths).warnings}
+    assert warnings["reward"].state == "stayed"
+
+
 def test_a_baseline_can_be_named_and_a_wrong_one_is_refused(six):
     assert compare(six[:1]).baseline is None
     assert compare(six[:4], options=Options(baseline="stock (3 seeds)")).baseline.members == (0, 1, 2)

@@ -9,8 +9,10 @@ import subprocess
 import sys
 
 import pytest
+import yaml
 from fake_runs import metric_lines, write_run
 
+from verl_tim.diagnosis.baseline import baseline_of
 from verl_tim.diagnosis.compare import compare
 from verl_tim.diagnosis.metric_log import RunFolderError
 from verl_tim.diagnosis.run import Run
@@ -117,6 +119,15 @@ def test_a_metrics_file_alone_is_a_run(tmp_path):
     assert (run.name, run.steps, run.rollout) == ("alone", 4, "unknown")
 
 
+def test_a_folder_with_a_metrics_file_of_another_name_names_it(tmp_path):
+    """verl's file logger writes PROJECT/EXPERIMENT.jsonl."""
+    path = write_run(tmp_path / "run", steps=4) / "metrics.jsonl"
+    (tmp_path / "logs" / "project").mkdir(parents=True)
+    path.rename(tmp_path / "logs" / "project" / "experiment.jsonl")
+    with pytest.raises(RunFolderError, match=r"give the file itself, .*: project/experiment\.jsonl"):
+        Run.read(tmp_path / "logs")
+
+
 def test_runs_of_all_kinds_compare(events, offline, tmp_path):
     exact = write_run(tmp_path / "vexact", steps=6)
     comparison = compare([exact, events, offline], names=["vexact", "tb", "wb"])
@@ -124,6 +135,56 @@ def test_runs_of_all_kinds_compare(events, offline, tmp_path):
     by_run = {run: [(d.signal, d.step) for d in comparison.warnings if d.run == run] for run in ("tb", "wb")}
     assert by_run["tb"] == by_run["wb"]
     assert any(step == 1 for _, step in by_run["tb"])
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    """(run folder, what wandb was given of the same run): config with the manifest, after verl has filled in a few."""
+    pytest.importorskip("wandb")
+    root = tmp_path_factory.mktemp("told")
+    filled = {"actor_rollout_ref.actor.optim.total_training_steps": -1, "transfer_queue.enable": False}
+    run = write_run(root / "run", rollout="stock", steps=6, config=filled)
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config["tim"]["manifest"] = json.loads((run / "manifest.json").read_text())
+    config["actor_rollout_ref"]["actor"]["optim"]["total_training_steps"] = 6
+    config["transfer_queue"]["enable"] = True
+    code = (
+        "import json, sys, wandb\n"
+        "given = json.loads(sys.stdin.read())\n"
+        "wandb.init(project='p', name='run', config=given['config'], dir=sys.argv[1])\n"
+        "for line in given['lines']:\n"
+        "    wandb.log(line['data'], step=line['step'])\n"
+        "wandb.finish()\n"
+    )
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    (root / "wandb").mkdir()
+    environment = {**os.environ, "WANDB_MODE": "offline", "WANDB_SILENT": "true"}
+    given = json.dumps({"config": config, "lines": lines})
+    command = [sys.executable, "-c", code, str(root / "wandb")]
+    subprocess.run(command, input=given, text=True, env=environment, check=True)
+    return run, root / "wandb"
+
+
+def test_what_verl_fills_in_before_it_tells_a_tracker_is_no_difference(told):
+    """The folder of a run and its wandb run are one run; a user's own change there still counts."""
+    assert compare(told, names=["folder", "wandb"]).differences == []
+    run, wandb = told
+    (run / "config.yaml").write_text((run / "config.yaml").read_text().replace("temperature: 1.0", "temperature: 0.7"))
+    (found,) = compare([run, wandb], names=["folder", "wandb"]).differences
+    assert found.key == "actor_rollout_ref.rollout.temperature"
+
+
+def test_between_run_folders_every_key_counts(tmp_path):
+    key = "actor_rollout_ref.actor.optim.total_training_steps"
+    runs = [write_run(tmp_path / str(steps), steps=6, config={key: steps}) for steps in (6, 600)]
+    assert [d.key for d in compare(runs).differences] == [key]
+
+
+def test_a_baseline_is_made_from_what_a_tracker_was_told(told):
+    of_run, of_wandb = (baseline_of([one]) for one in told)
+    assert of_wandb.setup == of_run.setup
+    assert of_wandb.metrics.keys() == of_run.metrics.keys()
+    assert of_wandb.metrics["tim/delta_abs_mean"].mean == pytest.approx(of_run.metrics["tim/delta_abs_mean"].mean)
 
 
 def test_the_run_folders_own_metrics_come_first(tmp_path, events):

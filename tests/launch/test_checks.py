@@ -307,6 +307,22 @@ def test_gpu_cluster_without_gpu(config_of, monkeypatch):
     assert (finding.key, finding.remedy) == ("trainer.n_gpus_per_node", "take cluster=cpu")
 
 
+def test_verifiers_that_do_not_import_are_said_at_the_start(config_of, monkeypatch):
+    """A `six.py` in the working folder hides the package, and verl ends minutes later with "an empty list as keys"."""
+
+    def hidden(name):
+        raise ModuleNotFoundError("No module named 'six.moves'; 'six' is not a package")
+
+    config = config_of()
+    assert not list(machine.check_packages(config))
+    monkeypatch.setattr(machine, "import_module", hidden)
+    (finding,) = machine.check_packages(config)
+    assert finding.key == "reward.custom_reward_function.path"
+    assert "'six' is not a package" in finding.problem
+    config.reward.custom_reward_function.path = "mine.py"
+    assert not list(machine.check_packages(config))
+
+
 def test_vllm_without_gpu_and_package(config_of, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     for module in ("machine", "trackers"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import resources
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,32 @@ def test_several_at_once(resolved):
     variables = config.ray_kwargs.ray_init.runtime_env.env_vars
     assert f"{config.tim.run_dir}/tensorboard" == variables.TENSORBOARD_DIR
     assert config.tim.run_dir == variables.WANDB_DIR
+
+
+@pytest.mark.parametrize("words", ["[console,wandb]", "[wandb,console]"])
+def test_the_console_beside_others_takes_nothing_from_them(resolved, words):
+    config = resolved(f"tracker={words}")
+    assert list(config.trainer.logger) == ["console", "file", "wandb"]
+    assert config.tim.choices.tracker == "wandb"
+
+
+@pytest.mark.parametrize("words", ["[console,file]", "[file,console]"])
+def test_the_console_beside_the_file_is_the_file(resolved, words):
+    config = resolved(f"tracker={words}")
+    assert list(config.trainer.logger) == ["console", "file"]
+    assert config.tim.choices.tracker == "file"
+
+
+def test_a_recipe_that_chooses_no_tracker_logs_to_the_file(tmp_path):
+    from verl_tim.launch import prepare
+    from verl_tim.launch.start import composed
+
+    recipe = tmp_path / "mine.yaml"
+    text = resources.files("verl_tim.recipes").joinpath("cpu_grpo/cpu_grpo.yaml").read_text(encoding="utf-8")
+    recipe.write_text("".join(line for line in text.splitlines(True) if "tracker:" not in line), encoding="utf-8")
+    config = composed([f"recipe={recipe}", f"tim.run_dir={tmp_path}/run"])
+    prepare.absolute_paths(config)
+    assert list(config.trainer.logger) == ["console", "file"]
 
 
 def test_verls_own_key_still_decides(resolved):

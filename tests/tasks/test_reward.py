@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 from reasoning_gym import create_dataset
 
 import verl_tim.tasks.reward as reward
+import verl_tim.tasks.verifier as verifier
 from verl_tim.tasks.catalog import TASKS
 from verl_tim.tasks.errors import InputError
 from verl_tim.tasks.reward import compute_score
@@ -95,6 +96,17 @@ def test_nonsense_costs_time_and_reward_next_to_nothing(source, response):
 def test_a_long_answer_scores_zero_and_a_long_way_to_it_does_not():
     assert score("1" + "2" * MAX_ANSWER_CHARS, truth="1") == 0.0
     assert score("step by step, " * 10_000 + "<answer>12</answer>") == 1.0
+
+
+def test_a_verifier_that_cannot_be_loaded_is_no_answers_fault(monkeypatch):
+    """reasoning-gym that does not import would score every answer of the run 0, and end it with exit code 0."""
+
+    def broken(name):
+        raise ModuleNotFoundError("No module named 'six.moves'")
+
+    monkeypatch.setattr(verifier, "_scorer", broken)
+    with pytest.raises(ModuleNotFoundError, match=r"six\.moves"):
+        score("12")
 
 
 def test_a_failing_verifier_costs_a_zero_and_is_logged(monkeypatch, caplog):

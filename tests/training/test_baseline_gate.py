@@ -60,6 +60,36 @@ def test_what_is_not_logged_or_has_no_level_is_not_watched(gate_config):
     assert gate.stop_reason is None
 
 
+@pytest.fixture
+def flips_gate(tmp_path):
+    levels = {
+        "tim/delta_abs_mean": Level(0.01, 0.02, 0.01),
+        "tim/top1_flip_rate": Level(0.0035, 0.021, 0.0035),
+        "tim/router_flip_rate": Level(0.01, 0.012, 0.01),
+    }
+    path = Baseline(Setup.of(manifest()), levels, 6, ["r"]).write(tmp_path / "baseline.json")
+    return BaselineGate.of(GateConfig(baseline=str(path)))
+
+
+def test_a_flip_or_two_of_a_small_sample_stop_no_run(flips_gate, caplog):
+    """Of 48 sampled tokens two flips are 12 times a level of 0.0035, and chance brings them every hundred steps."""
+    for flips in (1, 2, 3):
+        step = {"tim/delta_abs_mean": 0.01, "tim/top1_flip_rate": flips / 48, "tim/top1_tokens": 48.0}
+        assert flips_gate.check(flips, step) == {FACTOR_METRIC: 1.0}
+    assert (caplog.text, flips_gate.stop_reason) == ("", None)
+
+
+def test_flips_beyond_chance_do(flips_gate):
+    flips_gate.check(1, {"tim/top1_flip_rate": 24 / 48, "tim/top1_tokens": 48.0})
+    # 24 flips, less 3 standard deviations of such a count: 9.3 of 48
+    assert flips_gate.stop_reason.startswith("step 1: tim/top1_flip_rate is 0.500 (of 48: at least 0.194), 55.")
+
+
+def test_a_large_sample_leaves_a_rate_as_it_is(flips_gate):
+    factor = flips_gate.check(1, {"tim/router_flip_rate": 0.03, "tim/router_compared": 4e6})[FACTOR_METRIC]
+    assert factor == pytest.approx(3.0, rel=0.01)
+
+
 def test_no_baseline_is_no_gate():
     assert BaselineGate.of(GateConfig()) is None
     check_setup(GateConfig(), manifest())

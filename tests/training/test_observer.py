@@ -19,9 +19,10 @@ from verl_tim.training.observer import MismatchError, StepBatch, StepObserver
 from verl_tim.training.records import RECORD_METRIC, LossRecord, assemble, take
 
 
-def observer(tim=None, *, gated=True, bypass=False):
+def observer(tim=None, *, gated=True, bypass=False, **more):
     return StepObserver(
         tim or TimConfig(),
+        **more,
         gated=gated,
         bypass=bypass,
         clip_ratio_low=0.2,
@@ -154,6 +155,22 @@ def test_rejection_is_counted_against_the_mask_before_it():
     assert metrics["tim/valid_tokens"] == 18
     assert metrics["tim/rejected_share_pos_adv"] == pytest.approx(0.5)
     assert metrics["tim/rejected_share_neg_adv"] == 0.0
+
+
+@pytest.mark.parametrize("width", [5, 8, 50])
+@pytest.mark.parametrize("bypass", [False, True])
+def test_a_length_is_in_one_bin_however_wide_a_steps_batch_is(width, bypass):
+    """V1 pads a batch to its own longest response, legacy to the run's limit: five tokens are five of fifty in both."""
+    step_batch = batch()
+    names = ("old_log_probs_BT", "rollout_log_probs_BT", "response_mask_BT", "advantages_BT")
+    wide = {name: torch.nn.functional.pad(getattr(step_batch, name), (0, width - 5)) for name in names}
+    seen = records(step_batch)
+    if bypass:
+        wide["old_log_probs_BT"] = None
+    made = observer(gated=False, bypass=bypass, longest_response=50)
+    metrics = made.after_update(7, batch(**wide), seen)
+    bins = {name.rpartition("_")[2] for name in metrics if "by_length" in name}
+    assert bins == {"0", "1"}  # rows of four and of five tokens
 
 
 # ------------------------------------------------------------------------------------------------------------- bypass
@@ -338,15 +355,30 @@ def test_token_dumps(tmp_path):
         assert (row["weight_version"], row["turn"], row["top1_rollout"]) == (6, 1, None)
 
 
-def test_token_dumps_under_bypass_have_no_old_log_probs(tmp_path):
+def test_token_dumps_under_bypass_have_the_old_log_probs_that_the_first_mini_batch_saw(tmp_path):
+    """The forward of the first mini-batch ran under the weights that drew the tokens; without it in the dump neither
+    report nor calibrate has anything to say of a bypass run, though `tim/*` come from just there."""
     step_batch, log_probs = bypassed()
     made = observer(TimConfig(run_dir=str(tmp_path)), bypass=True)
     made.after_update(7, step_batch, records(step_batch, log_probs)[:1])
     table = read_dumps(tmp_path).to_pylist()
     assert len(table) == 18
-    assert all(row["old_log_prob"] is None for row in table)
+    assert {row["row"] for row in table if row["old_log_prob"] is not None} == {0, 1}
+    assert all(row["old_log_prob"] == row["log_prob"] for row in table)
     assert all((row["log_prob"] is None) == (row["row"] > 1) for row in table), "no mini-batch drew rows 2 and 3"
     assert all(row["kept"] for row in table)
+
+
+def test_token_dumps_take_no_log_prob_of_other_weights_for_the_old_one(tmp_path):
+    step_batch, log_probs = bypassed()
+    made = observer(TimConfig(run_dir=str(tmp_path)), bypass=True)
+    metrics = made.after_update(7, step_batch, records(step_batch, log_probs))
+    table = read_dumps(tmp_path).to_pylist()
+    assert all(row["log_prob"] is not None for row in table)
+    assert {row["row"] for row in table if row["old_log_prob"] is not None} == {0, 1}
+    known = [row["old_log_prob"] - row["rollout_log_prob"] for row in table if row["old_log_prob"] is not None]
+    assert len(known) == metrics["tim/valid_tokens"]
+    assert np.abs(known).mean() == pytest.approx(metrics["tim/delta_abs_mean"])
 
 
 def test_turns_and_tool_tokens(tmp_path):

@@ -18,6 +18,10 @@ def verify(*words):
     return runner.invoke(app, ["verify", *words, *SMALL])
 
 
+def bare(*words):
+    return runner.invoke(app, ["verify", *words])
+
+
 def test_the_ladder_of_a_moe_model(random_models):
     result = verify(random_models["qwen3_moe"], "--ladder", "--json")
     assert result.exit_code == 0, result.output
@@ -25,6 +29,21 @@ def test_the_ladder_of_a_moe_model(random_models):
     assert [rung["passed"] for rung in subject["rungs"]] == [True] * 6
     scenarios = sum(len(rung["scenarios"]) for rung in subject["rungs"])
     assert sum(": passed, " in line for line in result.stderr.splitlines()) == scenarios > 6
+
+
+def test_the_model_of_the_other_kind_has_the_runs_rollout(random_models, tmp_path):
+    """The ladder of a MoE run with rollout=stock has a dense model for rung 3: exact bits of vexact there would say
+    that stock is aligned."""
+    config = {"actor_rollout_ref": {"rollout": {"name": "stock"}, "model": {"path": random_models["qwen3_moe"]}}}
+    (tmp_path / "config.yaml").write_text(json.dumps(config))
+    result = verify(str(tmp_path), "--ladder", "--json")
+    assert result.exit_code == 0, result.output
+    (subject,) = json.loads(result.stdout)["subjects"]
+    assert (subject["rollout"], subject["other"]) == ("stock", "random qwen3")
+    scenarios = {rung["name"]: rung["scenarios"] for rung in subject["rungs"]}
+    (dense,) = scenarios["3 aligned, dense"]
+    assert not dense["exact"]
+    assert dense["report"]["differing"] > 0
 
 
 def test_a_planted_fault_stops_the_ladder_with_exit_code_1(random_models):
@@ -56,6 +75,45 @@ def test_layers_of_other_pairs_are_sizes(random_models, tmp_path):
     assert not json.loads(result.stdout)["subjects"][0]["exact"]
 
 
+@pytest.fixture
+def dump_of_twelve(tmp_path):
+    """Twelve answers of another engine, each of three tokens that it found to have log-prob -1."""
+    arrays = {
+        "prompt_ids": np.arange(48) % 90,
+        "prompt_lengths": np.full(12, 4),
+        "response_ids": np.arange(36) % 90,
+        "response_lengths": np.full(12, 3),
+        "log_probs": np.full(36, -1.0, np.float32),
+    }
+    np.savez(tmp_path / "twelve.npz", **arrays)
+    return str(tmp_path / "twelve.npz")
+
+
+def test_layers_of_a_dump_say_how_much_of_it_they_saw(random_models, dump_of_twelve, tmp_path):
+    words = [random_models["qwen3"], "--layers", "--dump", dump_of_twelve, "--out", str(tmp_path / "out")]
+    assert "8 sequences of 12 (--requests), 56 tokens" in " ".join(bare(*words).stdout.split())
+    (subject,) = json.loads(bare(*words, "--requests", "12", "--json").stdout)["subjects"]
+    assert (subject["sequences"], subject["sequences_given"], subject["tokens"]) == (12, 12, 84)
+    assert next(op for op in subject["ops"] if op["name"] == "log_prob")["elements"] == 36
+
+
+def test_layers_draw_as_many_requests_as_asked_for(random_models, tmp_path):
+    words = [random_models["qwen3"], "--layers", "--tokens", "4", "--out", str(tmp_path), "--json"]
+    for more, expected in (([], 8), (["--requests", "11"], 11)):
+        assert json.loads(bare(*words, "--dtype", "bfloat16", *more).stdout)["subjects"][0]["sequences"] == expected
+
+
+@pytest.mark.parametrize("command", ["--ladder", "--layers"])
+def test_a_dump_is_compared_in_one_dtype(random_models, dump_of_twelve, tmp_path, command):
+    """It was computed once: in a second dtype the trainer would differ from the best of engines."""
+    words = [random_models["qwen3"], command, "--dump", dump_of_twelve, "--json"]
+    words += ["--out", str(tmp_path / "out")] * (command == "--layers")
+    for more, dtype in (([], "bfloat16"), (["--dtype", "float32"], "float32")):
+        result = bare(*words, *more)
+        assert result.exit_code == 0, result.output
+        assert [subject["dtype"] for subject in json.loads(result.stdout)["subjects"]] == [dtype]
+
+
 def test_bad_input_is_named(random_models, tmp_path):
     model = random_models["qwen3"]
     np.savez(tmp_path / "empty.npz", tokens=np.zeros(3))
@@ -67,6 +125,9 @@ def test_bad_input_is_named(random_models, tmp_path):
         ([model, "--attention", "chunk64"], "goes with --ops, not with the gate"),
         ([model, "--ops"], "goes with --ladder or --layers or the gate, not with --ops"),
         (["--layers", "--dump", "x.npz"], "a dump is of one model"),
+        ([model, "--ladder", "--dump", "x.npz", "--requests", "9"], "not with --ladder --dump"),
+        ([model, "--layers", "--dump", "x.npz", "--rollout", "stock"], "not with --layers --dump"),
+        ([model, "--layers", "--dump", "x.npz", "--tokens", "9"], "goes with --ladder or --layers or the gate"),
         ([model, "--layers", "--dump", str(tmp_path / "none.npz")], "there is no file"),
         ([model, "--ladder", "--dump", str(tmp_path / "empty.npz")], "lacks prompt_ids"),
         ([model, "--layers", "--trainer", "sglang"], "choose from contract, stock"),
@@ -74,7 +135,7 @@ def test_bad_input_is_named(random_models, tmp_path):
         ([model, "--ladder", "--plant", "one_ulp"], "choose from kept_generator"),
         ([str(tmp_path), "--ladder"], "neither a run folder"),
     ):
-        result = verify(*words)
+        result = (bare if "--dump" in words else verify)(*words)
         assert result.exit_code == 2, (words, result.output)
         assert named in " ".join(result.stderr.split()), (words, result.stderr)
         assert not result.exception or isinstance(result.exception, SystemExit)

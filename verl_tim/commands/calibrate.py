@@ -70,7 +70,11 @@ def command(
             path = found.write_yaml(out.absolute(), f"calibrated_{label}", weights=weights)
         except CalibrationError as error:
             # an answer, and no bad input: the right correction is none
-            report([Finding("calibrate", str(error), f"the curves are in {out / 'calibrate.html'}")], colour="yellow")
+            remedy = f"the curves are in {out / 'calibrate.html'}"
+            earlier = out / "correction" / f"calibrated_{label}.yaml"
+            if earlier.is_file():
+                remedy += f"; {earlier} is of an earlier call, and no longer what the data say: delete it"
+            report([Finding("calibrate", str(error), remedy)], colour="yellow")
             if as_json:
                 print_json(found.to_dict())
             raise typer.Exit(1) from None

@@ -30,17 +30,20 @@ def mismatch_of(metrics: dict[str, Any]) -> float | None:
 
 
 def headline(steps: Sequence[Step], edge: int = 5) -> dict[str, Any]:
-    """Reward (mean of the first and last `edge` steps), validation, largest mismatch, seconds per step.
+    """Reward (mean of the first and last `edge` steps, fewer where those would overlap: `reward_steps`), validation,
+    largest mismatch, seconds per step.
 
     A number that the run did not log is None.
     """
     rewards = [step.metrics[REWARD] for step in steps if REWARD in step.metrics]
+    edge = max(1, min(edge, len(rewards) // 2))
     validations = [value for step in steps if (value := validation_of(step.metrics)) is not None]
     mismatches = [value for step in steps if (value := mismatch_of(step.metrics)) is not None]
     # the first step compiles and warms caches
     times = [step.metrics[STEP_TIME] for step in steps if STEP_TIME in step.metrics][1:]
     return {
         "steps": max((step.number for step in steps), default=0),
+        "reward_steps": edge if rewards else None,
         "reward_first": mean(rewards[:edge]) if rewards else None,
         "reward_last": mean(rewards[-edge:]) if rewards else None,
         "validation_first": validations[0] if validations else None,
@@ -48,6 +51,11 @@ def headline(steps: Sequence[Step], edge: int = 5) -> dict[str, Any]:
         "mismatch_max": max(mismatches) if mismatches else None,
         "seconds_per_step": median(times) if times else None,
     }
+
+
+def reward_title(steps: int | None) -> str:
+    """What a table calls `reward_first` and `reward_last`."""
+    return "reward, first and last " + ("step" if steps in (1, None) else f"{steps} steps")
 
 
 def number(value: float | None) -> str:

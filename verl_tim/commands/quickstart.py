@@ -151,12 +151,14 @@ def verify(run_dir: Path, result: Path) -> dict[str, Any]:
 
 
 def _summary(folder: Path, configs: dict[str, DictConfig]) -> None:
-    from verl_tim.commands.headline import headline, number
+    from verl_tim.commands.headline import headline, number, reward_title
     from verl_tim.launch.process import MetricsReader
 
     rows = []
+    steps = None  # all runs of the quickstart have as many
     for rollout in configs:
         values = headline(MetricsReader(folder / rollout / "metrics.jsonl").new_steps())
+        steps = values["reward_steps"]
         rows.append(
             (
                 rollout,
@@ -166,7 +168,7 @@ def _summary(folder: Path, configs: dict[str, DictConfig]) -> None:
                 number(values["seconds_per_step"]),
             )
         )
-    table("", ("rollout", "reward, first and last 5 steps", "validation", "largest mismatch, nats", "s per step"), rows)
+    table("", ("rollout", reward_title(steps), "validation", "largest mismatch, nats", "s per step"), rows)
 
 
 def _say(number: str, text: str) -> None:

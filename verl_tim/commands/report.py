@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from verl_tim.commands.output import bad_input, print_json, stderr, stdout, table, writing
+
+if TYPE_CHECKING:
+    from verl_tim.diagnosis.report import WorstToken
 
 NAME = "report"
 HELP = (
@@ -15,6 +19,9 @@ HELP = (
     "flips per layer, the correction's effect, what ran."
 )
 NEEDS_ARGUMENTS = True
+
+SHOWN = 5  # tokens and layers; the page has more
+CONTEXT = 12  # letters on either side of a token
 
 
 def command(
@@ -51,6 +58,35 @@ def command(
         rows = [(name, percent(v) if name.startswith("above") else short(v)) for name, v in report.tail.items()]
         if rows:
             table(f"|d| of {len(report.known):,} dumped tokens, nats", ("", ""), rows)
+        _print_worst(report.worst[:SHOWN])
+        if report.flips:
+            most = sorted(report.flips.items(), key=lambda item: -item[1])[:SHOWN]
+            layers = ", ".join(f"layer {layer} {percent(share)}" for layer, share in most)
+            stdout().print(f"tokens with another set of experts, of {len(report.flips)} layers: {layers}")
         if report.no_dumps:
             stderr().print(f"- {report.no_dumps}", style="yellow")
     stderr().print(f"page: {html_path.absolute()}\nJSON: {json_path.absolute()}", soft_wrap=True)
+
+
+def _print_worst(tokens: Sequence[WorstToken]) -> None:
+    from rich.text import Text
+
+    from verl_tim.diagnosis.formats import short
+
+    rows = [
+        (
+            short(token.delta),
+            # as Text: what a model wrote is no markup
+            Text.assemble(*((part.replace("\n", "↵"), style) for part, style in _in_context(token))),
+            short(token.old_log_prob),
+            short(token.rollout_log_prob),
+            f"{token.step}, {token.row}, {token.place + 1}",
+        )
+        for token in tokens
+    ]
+    if rows:
+        table("The tokens with the largest |d|", ("d", "token in its text", "log p", "log q", "step, row, place"), rows)
+
+
+def _in_context(token: WorstToken) -> tuple[tuple[str, str], ...]:
+    return (token.before[-CONTEXT:], ""), (token.text, "bold reverse"), (token.after[:CONTEXT], "")

@@ -224,7 +224,7 @@ def summary(config: DictConfig, outcome: Outcome) -> dict[str, Any]:
 
 def show(config: DictConfig, outcome: Outcome) -> None:
     """The table of a run that ended well, on stdout."""
-    from verl_tim.commands.headline import headline, number
+    from verl_tim.commands.headline import headline, number, reward_title
 
     if outcome.exit_code != 0:
         return
@@ -233,8 +233,8 @@ def show(config: DictConfig, outcome: Outcome) -> None:
     rows = [
         ("rollout / trainer / correction", f"{choices.rollout} / {choices.trainer} / {choices.correction}"),
         *([("routing replay", choices.routing_replay)] if choices.get("routing_replay", "off") != "off" else []),
-        ("steps", values["steps"]),
-        ("reward, first and last 5 steps", f"{number(values['reward_first'])} -> {number(values['reward_last'])}"),
+        ("steps", values["steps"] if outcome.steps else "not known: nothing was logged to the file (tracker=console)"),
+        (reward_title(values["reward_steps"]), f"{number(values['reward_first'])} -> {number(values['reward_last'])}"),
         ("validation, first and last", f"{number(values['validation_first'])} -> {number(values['validation_last'])}"),
         ("largest mismatch, nats", number(values["mismatch_max"])),
         ("seconds per step, median", number(values["seconds_per_step"])),

@@ -32,11 +32,16 @@ DTYPES = ("bfloat16", "float32")
 ROLLOUTS = ("vexact", "stock")
 PROMPTS_PER_FILE = 256
 
+REQUESTS, LAYER_SEQUENCES = 24, 8
+
 _OF_SIDES = frozenset({"rollout", "dtype", "requests", "tokens", "seed", "plant"})
+OF_FILE = " --dump"
 TAKES: Mapping[str, frozenset[str]] = {
     "--ops": frozenset({"attention"}),
     "--ladder": _OF_SIDES | {"dump"},
+    f"--ladder{OF_FILE}": frozenset({"dtype", "dump"}),
     "--layers": _OF_SIDES | {"dump", "trainer", "out"},
+    f"--layers{OF_FILE}": frozenset({"dtype", "dump", "requests", "trainer", "out"}),
     "the gate": _OF_SIDES | {"tensor_parallel", "pipeline_parallel"},
 }
 """What is verified -> the parameters of `command` that it reads, beside what is verified and --json."""
@@ -72,7 +77,14 @@ def command(
             help="Compute dtype of both sides: bfloat16, float32; default: the run's, else all that the machine can."
         ),
     ] = None,
-    requests: Annotated[int, typer.Option(min=4, help="Requests per scenario.")] = 24,
+    requests: Annotated[
+        int | None,
+        typer.Option(
+            min=4,
+            help=f"Requests per scenario; default {REQUESTS}. With --layers: sequences that are laid side by side, "
+            f"drawn or of the dump; default {LAYER_SEQUENCES}.",
+        ),
+    ] = None,
     tokens: Annotated[int, typer.Option(min=4, help="Most response tokens per request.")] = 32,
     seed: Annotated[int, typer.Option(help="Of prompts and draws.")] = 0,
     plant: Annotated[
@@ -102,7 +114,8 @@ def command(
         Path | None,
         typer.Option(
             help="With --ladder or --layers: another engine's tokens and log-probs (and hidden states) as .npz, "
-            ".safetensors or .parquet, in place of a rollout; sizes are reported, not judged."
+            ".safetensors or .parquet, in place of a rollout; sizes are reported, not judged. --dtype: what it was "
+            "computed in, if not bfloat16."
         ),
     ] = None,
     out: Annotated[
@@ -132,9 +145,11 @@ def command(
     with bad_input():
         if ops + ladder + layers > 1:
             raise _exclusive()
-        check_options(context, "--ops" if ops else "--ladder" if ladder else "--layers" if layers else "the gate")
+        mode = "--ops" if ops else "--ladder" if ladder else "--layers" if layers else "the gate"
+        check_options(context, mode + OF_FILE if dump is not None and mode + OF_FILE in TAKES else mode)
         if split != (1, 1):
             check_split(plant=plant, rollout=rollout)
+    requests = requests or (LAYER_SEQUENCES if layers else REQUESTS)
     if ops:
         _verify_ops(subjects or [], attention, as_json)
         return
@@ -207,7 +222,7 @@ def check_options(context: typer.Context, mode: str) -> None:
         source = context.get_parameter_source(name)
         # by name: Typer may bring a Click of its own, whose enumeration is another
         if source is not None and source.name == "COMMANDLINE":
-            takers = " or ".join(other for other, names in TAKES.items() if name in names)
+            takers = " or ".join(other for other, names in TAKES.items() if name in names and OF_FILE not in other)
             key = "--" + name.replace("_", "-")
             raise LaunchError.of(key, f"goes with {takers}, not with {mode}", f"leave it out, or run {takers}")
 
@@ -385,7 +400,7 @@ def climb_showing(rungs: Sequence[Rung], work: Work) -> LadderResult:
     from verl_tim.diagnosis.gate import climb
 
     def shown(rung: str, result: ScenarioResult) -> None:
-        answer = "passed" if result.passed else "FAILED"
+        answer = "FAILED" if not result.passed else "passed" if result.exact else "measured"
         work.doing(f"{rung}, {result.name}")
         work.ended(f"{rung}, {result.name}: {answer}, {result.seconds:.1f} s")
         work.advance()

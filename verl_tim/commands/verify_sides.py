@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from verl_tim.verification.subject import Subject
 
 TRAINERS = ("contract", "stock")
-LAYER_SEQUENCES = 8
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,11 @@ def _ladder_targets(options: Options, work: Path) -> tuple[list[Target], dict[st
 
 
 def _resolved(options: Options, subjects: list[str], work: Path) -> list[Target]:
-    return resolve(subjects, rollout=options.rollout, dtypes=options.dtypes, work=work)
+    targets = resolve(subjects, rollout=options.rollout, dtypes=options.dtypes, work=work)
+    if options.dump is None or options.dtypes:
+        return targets
+    # what is in a file was computed once, so in one dtype; in another one the trainer would differ from anything
+    return [replace(target, dtypes=target.dtypes[:1]) for target in targets]
 
 
 def _rungs(target: Target, others: dict[str, Target], dtype: str, options: Options) -> tuple[list[Rung], str | None]:
@@ -101,7 +104,8 @@ def _rungs(target: Target, others: dict[str, Target], dtype: str, options: Optio
     is_moe = load_model_config(target.model_path).moe is not None
     if options.dump is not None:
         return [dumped_rung(primary, _dumped(options.dump, primary.vocab_size), moe=is_moe)], None
-    beside = others["qwen3" if is_moe else "qwen3_moe"]
+    # a run's rollout is not on the command line, and what stands for the other kind must have the same
+    beside = replace(others["qwen3" if is_moe else "qwen3_moe"], rollout=target.rollout)
     other = _subject(beside, dtype, options)
     return six_rungs(primary, *((other, primary) if is_moe else (primary, other))), beside.label
 
@@ -192,24 +196,28 @@ def _layer_report(subject: Subject, options: Options, work: Work) -> LayerReport
 
     rollout = str(options.dump.name) if options.dump else subject.rollout
     report = LayerReport(f"{rollout} rollout", f"{subject.trainer_numerics} trainer")
-    for sequence, temperature, taps in _rollout_sides(subject, options):
+    dumped = None if options.dump is None else _dumped(options.dump, subject.vocab_size)
+    report.given = None if dumped is None else len(dumped)
+    for sequence, temperature, taps in _rollout_sides(subject, options.requests, dumped):
         trainer = trainer_forward(subject.trainer, sequence, temperature)
         report.add(taps, trainer.taps, tokens=tokens_of(sequence))
         work.advance()
     return report
 
 
-def _rollout_sides(subject: Subject, options: Options) -> Iterator[tuple[Any, float, dict[str, Any]]]:
-    """(tokens, temperature, taps) of every sequence on the rollout's side."""
+def _rollout_sides(
+    subject: Subject, requests: int, dumped: Sequence[DumpedSequence] | None
+) -> Iterator[tuple[Any, float, dict[str, Any]]]:
+    """(tokens, temperature, taps) of so many sequences on the rollout's side."""
     from verl_tim.verification.forward import engine_forward
     from verl_tim.verification.subject import trainer_temperature
 
-    if options.dump is not None:
-        for dumped in _dumped(options.dump, subject.vocab_size)[:LAYER_SEQUENCES]:
-            yield dumped.tokens, dumped.temperature, dumped.taps
+    if dumped is not None:
+        for one in dumped[:requests]:
+            yield one.tokens, one.temperature, one.taps
         return
     engine = subject.engine()
-    drawn = subject.generate(engine, subject.draw_prompts(min(options.requests, LAYER_SEQUENCES), tag="layers"))
+    drawn = subject.generate(engine, subject.draw_prompts(requests, tag="layers"))
     for prompt, output in drawn:
         sequence, temperature = prompt.answered(output), trainer_temperature(prompt)
         yield sequence, temperature, engine_forward(engine, sequence, temperature).taps

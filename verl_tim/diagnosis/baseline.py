@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import Any
 
 from verl_tim.diagnosis.manifest import Manifest
-from verl_tim.diagnosis.run_folder import RunFolder
+from verl_tim.diagnosis.run import Run
 
 FORMAT = 1
 
@@ -173,7 +173,7 @@ def baseline_of(runs: Sequence[str | Path], *, skip: int = 0) -> Baseline:
     """The usual mismatch over runs of one set-up.
 
     Args:
-        runs: run folders, at least one.
+        runs: run folders, or what a tracker that was told the manifest wrote; at least one.
         skip: steps left out at the beginning of each run.
 
     Raises:
@@ -185,32 +185,33 @@ def baseline_of(runs: Sequence[str | Path], *, skip: int = 0) -> Baseline:
         raise BaselineError("no runs: a baseline is made from at least one")
     setup: Setup | None = None
     left_out: list[LeftOut] = []
+    names: list[str] = []
     series: dict[str, list[float]] = {}
     for path in runs:
-        folder = RunFolder(path)
-        manifest = folder.manifest()
-        if manifest is None:
-            raise BaselineError(f"{folder.path} has no manifest.json, so what it ran on is not known")
-        own = Setup.of(manifest)
+        run = Run.read(path)
+        if run.manifest is None:
+            raise BaselineError(f"{run.path} has no manifest.json, so what it ran on is not known")
+        own = Setup.of(run.manifest)
         if setup is not None and (differing := own.differences(setup)):
-            raise BaselineError(f"{folder.path} is another set-up than {runs[0]}: {'; '.join(differing)}")
+            raise BaselineError(f"{run.path} is another set-up than {runs[0]}: {'; '.join(differing)}")
         setup = own
-        log = folder.metrics()
+        names.append(run.name)
+        log = run.log
         nonfinite = log.nonfinite()
         # of what was measured, finite or not: `skip` counts steps, whatever their values
         measured = sorted({*log.series(REQUIRED)[0], *nonfinite.get(REQUIRED, [])})[skip:]
         if not set(measured) - set(nonfinite.get(REQUIRED, [])):
             what = f"{REQUIRED}, none of it finite" if measured else f"no {REQUIRED}"
-            raise BaselineError(f"{folder.path} logged {what}" + (f" after {skip} steps" if skip else ""))
+            raise BaselineError(f"{run.path} logged {what}" + (f" after {skip} steps" if skip else ""))
         for name in METRICS:
             steps, values = log.series(name)
             series.setdefault(name, []).extend(v for s, v in zip(steps, values, strict=True) if s >= measured[0])
             spoiled = [step for step in nonfinite.get(name, []) if step >= measured[0]]
             missing = sorted({*measured} - {*steps, *spoiled}) if steps or spoiled else []
             if spoiled or missing:
-                left_out.append(LeftOut(folder.name, name, spoiled, missing))
+                left_out.append(LeftOut(run.name, name, spoiled, missing))
         if log.torn:
-            left_out.append(LeftOut(folder.name, None))
+            left_out.append(LeftOut(run.name, None))
     assert setup is not None
     metrics = {name: _level(name, values) for name, values in series.items() if values}
     if not any(level.reference for level in metrics.values()):
@@ -218,7 +219,7 @@ def baseline_of(runs: Sequence[str | Path], *, skip: int = 0) -> Baseline:
             f"{', '.join(map(str, runs))}: rollout and trainer agreed in every token; a factor of 0 says nothing, "
             "and the gate of such runs is bits (tim.gate.exact)"
         )
-    return Baseline(setup, metrics, len(series[REQUIRED]), [RunFolder(path).name for path in runs], left_out)
+    return Baseline(setup, metrics, len(series[REQUIRED]), names, left_out)
 
 
 def _some_steps(steps: list[int]) -> str:

@@ -13,7 +13,7 @@ from verl_tim.diagnosis.figures import Drawing, frame, run_colors
 from verl_tim.diagnosis.formats import percent, short
 
 BINS_PER_DECADE = 4
-POSITION_BINS, LENGTH_BINS = 24, 10
+PLACE_BINS, LENGTH_BINS = 24, 10
 
 
 def _drawing(plot: Plot, figure: go.Figure) -> Drawing:
@@ -67,11 +67,11 @@ def _power(exponent: int) -> str:
     return f"{10.0**exponent:g}" if -3 <= exponent <= 3 else f"10<sup>{exponent}</sup>".replace("-", "−")
 
 
-def heat_map(position_N: np.ndarray, length_N: np.ndarray, size_N: np.ndarray) -> Drawing:
-    """Mean |d| over place in the response (right) and length of the response (up), on a grid of even bins."""
-    x_edges, y_edges = _even(position_N, POSITION_BINS, 0), _even(length_N, LENGTH_BINS, int(length_N.min()))
-    counts = np.histogram2d(length_N, position_N, (y_edges, x_edges))[0]
-    sums = np.histogram2d(length_N, position_N, (y_edges, x_edges), weights=size_N)[0]
+def heat_map(place_N: np.ndarray, length_N: np.ndarray, size_N: np.ndarray) -> Drawing:
+    """Mean |d| over place among the response's tokens (right) and their number (up), on a grid of even bins."""
+    x_edges, y_edges = _even(place_N, PLACE_BINS, 0), _even(length_N, LENGTH_BINS, int(length_N.min()))
+    counts = np.histogram2d(length_N, place_N, (y_edges, x_edges))[0]
+    sums = np.histogram2d(length_N, place_N, (y_edges, x_edges), weights=size_N)[0]
     means = np.divide(sums, counts, out=np.full_like(sums, np.nan), where=counts > 0)
     x_names, y_names = _ranges(x_edges), _ranges(y_edges)
     text = [

@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import RenderableType
 
-from verl_tim.diagnosis.config_diff import diff_configs
+from verl_tim.diagnosis.config_diff import FILLED_KEYS, diff_configs
 from verl_tim.diagnosis.curves import (
     DELTA_MAX,
     DELTA_MEAN,
@@ -216,7 +216,7 @@ def compare(
         unknown=unknown,
         speeds=[speed(run.log) for run in runs],
         states=[exactness(run.log) for run in runs],
-        verdict=judge(units, len(found), seeds=min(len(group.members) for group in groups)),
+        verdict=judge(units, len(found), {g.name: {runs[at].name: runs[at].log for at in g.members} for g in groups}),
     )
 
 
@@ -294,15 +294,46 @@ def _differences(runs: Sequence[Run]) -> tuple[list[Difference], list[str]]:
     configs = {run.name: run.config for run in runs if run.config is not None}
     if len(configs) == len(runs):
         from_config = diff_configs(configs, include_rollout=True)
+        if len({run.tracked for run in runs}) > 1:
+            from_config = [d for d in from_config if not FILLED_KEYS.fullmatch(d.key)]
         # The manifest says the same of these, from the processes themselves.
         told = {d.key for d in found}
-        same = {"tim.trainer_numerics": "run.trainer_numerics", "tim.choices.correction": "run.correction"}
-        same |= {f"tim.choices.{name}": f"run.{name}" for name in ("task", "recipe", "rollout")}
-        found += [d for d in from_config if same.get(d.key) not in told]
+        own = [
+            d for d in from_config if _SAME_IN_MANIFEST.get(d.key) not in told and _correction_key(d.key) not in told
+        ]
+        values = {d.key: d.values for d in own}
+        found += [d for d in own if values.get(_mirrored(d.key) or "") != d.values]
     else:
         lacking = [run.name for run in runs if run.config is None]
         unknown.append(f"No config.yaml in {', '.join(lacking)}: settings cannot be compared.")
     return found, unknown
+
+
+# Key of a config -> fact of the manifest.
+_SAME_IN_MANIFEST = {
+    "tim.trainer_numerics": "run.trainer_numerics",
+    "tim.choices.correction": "run.correction",
+    "actor_rollout_ref.actor.policy_loss.loss_mode": "correction.loss_mode",
+    **{f"tim.choices.{name}": f"run.{name}" for name in ("task", "recipe", "rollout")},
+}
+# The trainer's correction, and the copy of it that its workers read.
+_CORRECTION, _WORKERS_CORRECTION = (
+    "algorithm.rollout_correction.",
+    "actor_rollout_ref.actor.policy_loss.rollout_correction.",
+)
+
+
+def _correction_key(key: str) -> str | None:
+    """The manifest's name of a key of the correction, for any other None."""
+    for prefix in (_CORRECTION, _WORKERS_CORRECTION):
+        if key.startswith(prefix):
+            return f"correction.{key.removeprefix(prefix)}"
+    return None
+
+
+def _mirrored(key: str) -> str | None:
+    """What a key of the workers' copy of the correction is the copy of, for any other None."""
+    return _CORRECTION + key.removeprefix(_WORKERS_CORRECTION) if key.startswith(_WORKERS_CORRECTION) else None
 
 
 def shown(value: Any) -> str:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from rich.cells import cell_len
-from rich.console import Group
+from rich.console import Console, ConsoleOptions, Group, RenderResult
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -15,6 +18,8 @@ from verl_tim.diagnosis.early_warning import Departure
 from verl_tim.diagnosis.formats import short, written
 
 NAME_WIDTH = 6  # at least so many letters of a name stand on one line
+BORDER = 3  # what a column takes beside its text: a rule and a blank on either side
+TRIPLE = ("first", "last", "mean")
 
 
 def comparison_table(comparison: Comparison) -> Group:
@@ -26,32 +31,56 @@ def comparison_table(comparison: Comparison) -> Group:
     parts += _differences(comparison)
     if len(comparison.groups) > 1:
         parts.append(_early_warning(comparison))
-    rows = [
-        (row.label, *(written(value, row.kind) for values in row.values for value in values))
-        for row in comparison.summary()
-    ]
-    # A long name folds to the width of its numbers: it must push no number out of a narrow terminal.
-    widths = [max((cell_len(cell) for cell in cells), default=0) for cells in zip(*rows, strict=True)]
-    table = Table(title_justify="left")
-    table.add_column("", no_wrap=True)
-    for number, group in enumerate(comparison.groups):
-        fold = max([NAME_WIDTH, *widths[3 * number + 1 :][:1]])
-        name = "\n".join(group.name[at : at + fold] for at in range(0, len(group.name), fold))
-        for title in (f"{name}\nfirst", "last", "mean"):
-            table.add_column(title, justify="right", no_wrap=True, vertical="bottom")
-    for row in rows:
-        table.add_row(*row)
-    parts.append(table)
+    parts.append(_Summary(comparison))
     return Group(*parts)
+
+
+@dataclass(frozen=True)
+class _Summary:
+    """The summary, as many groups beside each other as the terminal has room for and the others below."""
+
+    comparison: Comparison
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        rows = [
+            (row.label, [[written(value, row.kind) for value in values] for values in row.values])
+            for row in self.comparison.summary()
+        ]
+        widths = [
+            [max(map(cell_len, column), default=0) for column in zip(TRIPLE, *(of[at] for _, of in rows), strict=True)]
+            for at in range(len(self.comparison.groups))
+        ]
+        label = max((cell_len(name) for name, _ in rows), default=0)
+        left = list(range(len(widths)))
+        while left:
+            taken, room = 0, options.max_width - label - BORDER - 1
+            while taken < len(left) and (taken == 0 or sum(widths[left[taken]]) + 3 * BORDER <= room):
+                room -= sum(widths[left[taken]]) + 3 * BORDER
+                taken += 1
+            yield self._table(rows, left[:taken], widths)
+            left = left[taken:]
+
+    def _table(self, rows: Sequence[tuple[str, list[list[str]]]], groups: list[int], widths: list[list[int]]) -> Table:
+        table = Table(title_justify="left")
+        table.add_column("", no_wrap=True)
+        for at in groups:
+            # A long name folds to the width of its numbers: it must push no number out of a narrow terminal.
+            fold, name = max(NAME_WIDTH, widths[at][0]), self.comparison.groups[at].name
+            folded = "\n".join(name[start : start + fold] for start in range(0, len(name), fold))
+            for title in (f"{folded}\n{TRIPLE[0]}", *TRIPLE[1:]):
+                table.add_column(title, justify="right", no_wrap=True, vertical="bottom")
+        for label, values in rows:
+            table.add_row(label, *(cell for at in groups for cell in values[at]))
+        return table
 
 
 def _differences(comparison: Comparison) -> list[Any]:
     parts: list[Any] = []
     if comparison.differences:
         table = Table(title="What differs besides the rollout", title_justify="left", box=None, padding=(0, 2, 0, 0))
-        table.add_column("setting")
+        table.add_column("setting", overflow="fold")
         for run in comparison.runs:
-            table.add_column(run.name)
+            table.add_column(run.name, overflow="fold")
         for d in comparison.differences:
             table.add_row(d.key, *(shown(d.values[run.name]) for run in comparison.runs))
         parts.append(table)
@@ -65,11 +94,14 @@ def _early_warning(comparison: Comparison) -> Any:
         return Text(f"- {NO_BASELINE}", style="yellow")
     title = f"What leaves {comparison.baseline.name}'s band first ({comparison.band_text()})"
     table = Table(title=title, title_justify="left")
-    several = len(comparison.groups) > 2
-    for name in ("leaves at step", "signal", *["run"] * several, "changes at step", "value", "band"):
-        table.add_column(name, justify="left" if name in ("run", "signal") else "right")
-    for d in comparison.warnings:
-        table.add_row(left(d), d.signal, *[d.run] * several, changed(d), *band_cells(d))
+    for name in ("leaves at step", "signal", "changes at step", "value", "band"):
+        table.add_column(name, justify="left" if name == "signal" else "right", overflow="fold")
+    for run, departures in groupby(comparison.warnings, key=lambda d: d.run):
+        if len(comparison.groups) > 2:
+            table.add_section()
+            table.add_row("", Text(run, style="bold"))
+        for d in departures:
+            table.add_row(left(d), d.signal, changed(d), *band_cells(d))
     return table
 
 
@@ -91,4 +123,6 @@ def changed(departure: Departure) -> str:
     """For a band without width, when the run leaves its own first steps."""
     if not departure.sharp:
         return ""
-    return "–" if departure.changed is None else str(departure.changed)
+    if departure.changed is not None:
+        return str(departure.changed)
+    return "–" if departure.settled else "too short"

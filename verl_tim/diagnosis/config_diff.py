@@ -39,6 +39,16 @@ INCIDENTAL_KEYS = re.compile(
     """,
     re.VERBOSE,
 )
+# What verl fills in before it gives a config to its trackers (0.9.1: main_ppo.py and the trainers' set-up), from other
+# keys of it: the config of a run folder has what was given there.
+FILLED_KEYS = re.compile(
+    r"""
+    (actor_rollout_ref\.actor | critic)\.optim\.total_training_steps
+    | reward\.reward_model\.(n_gpus_per_node | nnodes)
+    | transfer_queue\.enable
+    """,
+    re.VERBOSE,
+)
 
 
 def diff_configs(configs: Mapping[str, Mapping[str, Any]], *, include_rollout: bool = False) -> list[Difference]:

@@ -24,7 +24,8 @@ class Dumped:
 
     Attributes:
         tokens: the table without its route columns, sorted by step, row and position; its index is 0 to N - 1, and it
-            has the columns `sequence` (0 to R - 1) and `delta` (old - rollout in nats, NaN where either is missing).
+            has the columns `sequence` (0 to R - 1), `place` (among the sequence's tokens, from 0; `position` counts
+            what a tool wrote between them, too) and `delta` (old - rollout in nats, NaN where either is missing).
         layers, top_k: what the routes hold; empty where none were recorded.
         correction: the run's settings, as the dump states them.
     """
@@ -48,6 +49,7 @@ class Dumped:
         tokens = table.to_pandas().sort_values(["step", "row", "position"], kind="stable", ignore_index=True)
         routes = {side: tokens.pop(f"routes_{side}") for side in ("rollout", "train")}
         tokens["sequence"] = tokens.groupby(["step", "row"], sort=False).ngroup()
+        tokens["place"] = tokens.groupby("sequence", sort=False).cumcount()
         old, rollout = (tokens[name].astype("float64") for name in ("old_log_prob", "rollout_log_prob"))
         tokens["delta"] = (old - rollout).where(np.isfinite(old) & np.isfinite(rollout))
         return cls(

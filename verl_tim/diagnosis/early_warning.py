@@ -1,5 +1,7 @@
 """Which signal leaves the zero-mismatch baseline's band first: that order is what tells a cause from an effect.
 
+Looked at are the steps that the run and the baseline both have, and of several seeds those that all of them have.
+
 The band at a step, for a baseline of several seeds: their mean -+ z standard deviations, whose square is averaged over
 the window, since two or three seeds say little at one step. For a baseline of one run: the mean of `CENTRE` steps -+ z
 standard deviations of its noise from step to step, that of the differences of neighbours over the root of 2, so that
@@ -8,7 +10,7 @@ learning does not count as noise. It knows nothing of how far other seeds would 
 
 A zero-mismatch baseline has skew, |d| and k3 of exactly 0, so that its band has no width and any mismatch at all leaves
 it at once. For such a signal `changed` says more: the first step at which it leaves the band of the run's own first
-`window` steps.
+`window` steps, whether the baseline went on for so long or not.
 """
 
 from __future__ import annotations
@@ -83,7 +85,8 @@ class Departure:
         band: there.
         sharp: the band has no width anywhere: the baseline is constant.
         changed: for a sharp band, the first step outside the band of the run's own first steps; None if it stays in
-            it or is too short.
+            it, or if there are too few steps behind those (`settled` False).
+        settled: for a sharp band, whether the run is long enough to tell.
     """
 
     run: str
@@ -95,11 +98,12 @@ class Departure:
     band: tuple[float, float] | None = None
     sharp: bool = False
     changed: int | None = None
+    settled: bool = True
 
 
 def band_of(baseline: Group, names: tuple[str, ...], rule: BandRule) -> pd.DataFrame:
     """The band per step (columns low, high); empty where the baseline has fewer than three values."""
-    frame = baseline.frame(names).dropna(how="all")
+    frame = baseline.shared(names)
     if len(frame) < 3:
         return pd.DataFrame({"low": [], "high": []})
     if frame.shape[1] > 1:
@@ -122,7 +126,7 @@ def departure(group: Group, baseline: Group, signal: Signal, rule: BandRule) -> 
     def found(state: State, **more: object) -> Departure:
         return Departure(group.name, signal.label, metric, state, **more)  # type: ignore[arg-type]
 
-    values = group.frame(signal.names).mean(axis=1)
+    values = group.shared(signal.names).mean(axis=1)
     # a step where a run logged NaN or an infinity counts as one, even if another seed's value is finite
     broken = sorted({step for log in group.logs for step in log.nonfinite().get(metric, [])})
     values = pd.concat([values.drop(index=broken, errors="ignore"), pd.Series(float("nan"), index=broken)]).sort_index()
@@ -132,9 +136,11 @@ def departure(group: Group, baseline: Group, signal: Signal, rule: BandRule) -> 
     shared = values.index.intersection(band.index)
     if len(shared) < rule.consecutive:
         return found("too short")
-    values, band = values[shared], band.loc[shared]
+    band = band.loc[shared]
     sharp = bool((band.high - band.low <= 4 * ROUNDING * band.high.abs()).all())
-    changed = _change(values, rule) if sharp else None
+    settled = len(values) >= rule.window + rule.consecutive
+    changed = _change(values, rule) if sharp and settled else None
+    values = values[shared]
     step = _first_outside(values, band, rule)
     if step is None:
         return found("stayed", sharp=sharp)
@@ -146,6 +152,7 @@ def departure(group: Group, baseline: Group, signal: Signal, rule: BandRule) -> 
         band=(float(band.low[step]), float(band.high[step])),
         sharp=sharp,
         changed=changed,
+        settled=settled or not sharp,
     )
 
 
@@ -162,7 +169,7 @@ def _first_outside(values: pd.Series, band: pd.DataFrame, rule: BandRule) -> int
 def _change(values: pd.Series, rule: BandRule) -> int | None:
     """The first step after the first `window` that leaves their band."""
     start, rest = values.iloc[: rule.window], values.iloc[rule.window :]
-    if len(rest) < rule.consecutive or start.isna().any():
+    if start.isna().any():
         return None
     reach = rule.z * start.std(ddof=1) + ROUNDING * abs(start.mean())
     band = pd.DataFrame({"low": start.mean() - reach, "high": start.mean() + reach}, index=rest.index)

@@ -129,7 +129,8 @@ def draw(plot: Plot, groups: Sequence[Group], overlay: Overlay = PLAIN) -> Drawi
     metrics = [(line, name) for line in plot.lines if (name := first_logged(line.names, logs))]
     if not metrics:
         return None
-    curves = {(at, name): group.curve((name,)) for at, group in enumerate(groups) for _, name in metrics}
+    # the first name of a line that a run logged, run by run: trainers and modes differ in what they call it
+    curves = {(at, name): group.curve(line.names) for at, group in enumerate(groups) for line, name in metrics}
     bands = {name: overlay.bands[name] for _, name in metrics if name in overlay.bands} if len(metrics) == 1 else {}
     values = [v for curve in curves.values() for v in curve.values]
     if not plot.log:  # a logarithmic axis follows the curves: a band may reach down to zero
@@ -155,7 +156,10 @@ def draw(plot: Plot, groups: Sequence[Group], overlay: Overlay = PLAIN) -> Drawi
                 notes.append("Shade: ± one standard deviation over seeds.")
             _add_line(figure, plot, line, at, group.name, curve, floor, [write(v) for v in curve.values], overlay)
     figure.update_layout(_layout(plot, values, floor, step_range(logs)))
-    for at, step in (mark for _, name in metrics for mark in overlay.departures.get(name, []) if name in bands):
+    marks = [
+        m for line, name in metrics if name in bands for each in line.names for m in overlay.departures.get(each, [])
+    ]
+    for at, step in marks:
         figure.add_shape(_vertical(at, step))
         notes.append("Vertical: where a run leaves it or, if it has no width, its own first steps.")
     if overlay.smoothing:
@@ -164,7 +168,9 @@ def draw(plot: Plot, groups: Sequence[Group], overlay: Overlay = PLAIN) -> Drawi
     for at in range(len(groups)):
         last = [(line.label, curves[at, name].values[-1:]) for line, name in metrics]
         legend.append(LegendEntry(at, [(label, write(series[0])) for label, series in last if series]))
-    return Drawing(plot, figure, legend, [name for _, name in metrics], list(dict.fromkeys(notes)))
+    read = {first_logged(line.names, [log]) for line, _ in metrics for log in logs}
+    used = [name for line, _ in metrics for name in line.names if name in read]
+    return Drawing(plot, figure, legend, used, list(dict.fromkeys(notes)))
 
 
 def step_range(logs: Sequence[MetricLog]) -> tuple[float, float]:

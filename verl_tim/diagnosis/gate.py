@@ -8,8 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from rich.table import Table
-from rich.text import Text
+from rich.console import RenderableType
 from torch import Tensor
 
 from verl_tim.diagnosis.bits import bit_patterns, ulp_distance
@@ -334,36 +333,11 @@ class LadderResult:
             ],
         }
 
-    def table(self, title: str = "verl-tim verify") -> Table:
+    def table(self, title: str = "verl-tim verify") -> RenderableType:
         """For the terminal."""
-        table = Table(title=title, title_justify="left")
-        for heading, justify in (("rung", "left"), ("scenario", "left"), ("", "left")):
-            table.add_column(heading, justify=justify)  # type: ignore[arg-type]
-        for heading in ("tokens", "differing", "max |d|", "max ulp"):
-            table.add_column(heading, justify="right")
-        table.add_column("counted, or why not")
-        for rung in self.rungs:
-            if rung.skipped or not rung.results:
-                state = "not reached" if rung.skipped else "no scenario ran"
-                table.add_row(rung.name, Text(state, style="dim"), Text("-", style="dim"), "", "", "", "", "")
-            for at, result in enumerate(rung.results):
-                report = result.report
-                mark = Text("pass", style="green") if result.passed else Text("FAIL", style="bold red")
-                if result.passed and not result.exact:
-                    mark = Text("size", style="yellow")
-                said = "; ".join(result.failures) or ", ".join(f"{name} {n:,}" for name, n in result.counts.items())
-                table.add_row(
-                    rung.name if at == 0 else "",
-                    result.name,
-                    mark,
-                    f"{report.tokens:,}" if report else "-",
-                    f"{report.differing:,}" if report else "-",
-                    f"{report.max_abs:.3g}" if report else "-",
-                    f"{report.max_ulp:,}" if report else "-",
-                    Text(said),
-                )
-            table.add_section()
-        return table
+        from verl_tim.diagnosis.ladder_table import LadderTable
+
+        return LadderTable(title, self.rungs)
 
 
 def climb(rungs: Sequence[Rung], on_result: Callable[[str, ScenarioResult], None] | None = None) -> LadderResult:

@@ -50,6 +50,14 @@ class Group:
             columns.append(pd.Series(values, index=pd.Index(steps, dtype="int64"), dtype="float64"))
         return pd.concat(columns, axis=1).sort_index() if columns else pd.DataFrame()
 
+    def shared(self, names: Sequence[str]) -> pd.DataFrame:
+        """`frame` at the steps where every run that logs this has a value.
+
+        What is concluded rests on these alone: where a run has ended before the others, the mean of those left is that
+        of other runs, and jumps although none of them did.
+        """
+        return self.frame(names).dropna(axis=1, how="all").dropna(how="any")
+
     def curve(self, names: Sequence[str]) -> Curve:
         """Mean over the runs that logged a step, and their spread (n - 1) where there are several."""
         frame = self.frame(names)

@@ -70,7 +70,8 @@ def halves(run: Dumped) -> tuple[Half, Half]:
 
 
 def part_of(run: Dumped, wanted_R: np.ndarray) -> Half:
-    """The sequences where `wanted_R` (R,) bool is true, and of their tokens those with both log-probs.
+    """The sequences where `wanted_R` (R,) bool is true, and of their tokens those with both log-probs; a sequence
+    without any is left out.
 
     Raises:
         CalibrationError: a column that the run did not record at all.
@@ -82,8 +83,8 @@ def part_of(run: Dumped, wanted_R: np.ndarray) -> Half:
     ):
         if run.tokens[column].isna().all():
             raise CalibrationError(f"{run.path}: no token has its {column}; {remedy} and run again")
-    rows = torch.from_numpy(wanted_R)
     known = run.mask() & run.tensor("rollout_log_prob").isfinite() & run.tensor("old_log_prob").isfinite()
+    rows = torch.from_numpy(wanted_R) & known.any(1)
 
     def part(column: str) -> Tensor:
         return run.tensor(column).nan_to_num(nan=0.0)[rows]

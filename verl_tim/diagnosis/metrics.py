@@ -57,6 +57,7 @@ def mismatch_metrics(
     weight_versions: Tensor | None = None,
     current_version: int | None = None,
     num_experts: int | None = None,
+    longest_response: int | None = None,
     spearman_sample: int | None = None,
     loss_ratio: bool = True,
 ) -> dict[str, float]:
@@ -80,6 +81,8 @@ def mismatch_metrics(
         weight_versions, current_version: int version each token was drawn under, and the trainer's; gives the staleness
             metrics.
         num_experts: upper bound for expert ids.
+        longest_response: tokens of which the bins of length are tenths; None: T, the width of the batch, which is
+            another one in each step where batches are padded to their own longest row.
         spearman_sample: of more tokens than that, `delta_adv_spearman` is that of so many, drawn with a fixed seed.
         loss_ratio: False leaves out `ppo_k*` and `clipped_share_*`, for a caller that has them of every mini-batch
             (`LossRatioSums`).
@@ -107,6 +110,7 @@ def mismatch_metrics(
         weight_versions=weight_versions,
         current_version=current_version,
         num_experts=num_experts,
+        longest_response=longest_response,
         spearman_sample=spearman_sample,
     )
     return batch.with_loss(
@@ -150,6 +154,7 @@ class BatchMismatch:
         weight_versions: Tensor | None = None,
         current_version: int | None = None,
         num_experts: int | None = None,
+        longest_response: int | None = None,
         spearman_sample: int | None = None,
     ) -> BatchMismatch:
         """Arguments and errors as in `mismatch_metrics`."""
@@ -162,6 +167,8 @@ class BatchMismatch:
             raise ValueError(
                 "train_top1 is missing: the rollout's top-1 ids were given and need the trainer's beside them"
             )
+        if longest_response is not None and longest_response < 1:
+            raise ValueError(f"longest_response must be at least 1, got {longest_response}")
         if (weight_versions is None) != (current_version is None):
             raise ValueError("weight_versions and current_version belong together: give both or neither")
 
@@ -188,7 +195,7 @@ class BatchMismatch:
 
         size_N, excess_N = tokens.delta_N.abs(), ratio_minus_one(tokens.delta_N)
         _put_delta(sink, tokens, size_N, excess_N)
-        _put_sequences(sink, tokens, _put_bins(sink, tokens, size_N))
+        _put_sequences(sink, tokens, _put_bins(sink, tokens, size_N, longest_response or tokens.shape[1]))
         _put_estimators(sink, tokens, excess_N)
         if top1 is not None:
             _put_top1(sink, *top1)
@@ -325,7 +332,7 @@ def _put_sequences(sink: MetricSink, tokens: ValidTokens, travelled_B: Tensor) -
     sink.put("clamped_sequences", (accumulated_R > LOG_RATIO_BOUND).sum())
 
 
-def _put_bins(sink: MetricSink, tokens: ValidTokens, size_N: Tensor) -> Tensor:
+def _put_bins(sink: MetricSink, tokens: ValidTokens, size_N: Tensor, longest: int) -> Tensor:
     """Mean |d| by place in the row, by length of the row and by turn. Returns the sum over each row: (B,)."""
     bin_names = [str(i) for i in range(BINS)]
 
@@ -334,8 +341,8 @@ def _put_bins(sink: MetricSink, tokens: ValidTokens, size_N: Tensor) -> Tensor:
     sums_B = sums_BG.sum(1)
     long_B = tokens.length_B >= BINS
     sink.put_bins("delta_abs_mean_by_position", bin_names, sums_BG[long_B].sum(0), counts_BG[long_B].sum(0))
-    # Tenths of the width, half-open; a row that fills the width belongs to the last.
-    length_B = (tokens.length_B * BINS // tokens.shape[1]).clamp_max(BINS - 1)
+    # Tenths of the longest, half-open; a row that is so long belongs to the last.
+    length_B = (tokens.length_B * BINS // longest).clamp_max(BINS - 1)
     sink.put_bins(
         "delta_abs_mean_by_length",
         bin_names,

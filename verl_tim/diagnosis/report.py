@@ -26,11 +26,13 @@ TAIL = (0.5, 0.95, 0.99, 0.999)
 
 @dataclass(frozen=True)
 class WorstToken:
-    """A token with a large |d| in its text. Log-probs in nats."""
+    """A token with a large |d| in its text. Log-probs in nats. `place`: among the `length` tokens that the model wrote;
+    `position`: in the response, with what tools wrote. Both from 0."""
 
     step: int
     row: int
     position: int
+    place: int
     length: int
     delta: float
     old_log_prob: float
@@ -146,7 +148,10 @@ NO_DUMPS = (
     "No token dumps in this run, so places, tokens and the correction's effect are not shown: "
     "set tim.dump.tokens_per_step above 0 (default 20000)."
 )
-NOTHING_KNOWN = "The token dumps hold no token with both log-probs: under bypass set old_forward, or use recomputation."
+NOTHING_KNOWN = (
+    "The token dumps hold no token with both log-probs: under bypass raise tim.dump.tokens_per_step, so that rows of "
+    "the first mini-batch are among them, or set old_forward."
+)
 
 
 def spread(steps: Sequence[int]) -> list[int]:
@@ -179,6 +184,7 @@ def worst_tokens(dumped: Dumped, count: int = WORST) -> list[WorstToken]:
                 step=int(token["step"]),
                 row=int(token["row"]),
                 position=int(token["position"]),
+                place=int(token["place"]),
                 length=int(token["length"]),
                 delta=float(token["delta"]),
                 old_log_prob=float(token["old_log_prob"]),

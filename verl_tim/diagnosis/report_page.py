@@ -16,8 +16,8 @@ def render_report(report: Report) -> str:
     drawings = []
     if len(report.known):
         size_N = report.known["delta"].abs().to_numpy()
-        position_N, length_N = (report.known[name].to_numpy("int64") for name in ("position", "length"))
-        drawings = [heat_map(position_N, length_N, size_N), histogram(size_N)]
+        place_N, length_N = (report.known[name].to_numpy("int64") for name in ("place", "length"))
+        drawings = [heat_map(place_N, length_N, size_N), histogram(size_N)]
     if report.flips:
         drawings.append(layer_bars(report.flips))
     return render(

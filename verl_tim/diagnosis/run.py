@@ -19,7 +19,11 @@ UNKNOWN = "unknown"
 
 @dataclass(frozen=True)
 class Run:
-    """One run as the comparison reads it."""
+    """One run as the comparison reads it.
+
+    Attributes:
+        tracked: name, config and manifest are what a tracker was given (`config_diff.FILLED_KEYS`).
+    """
 
     name: str
     path: Path
@@ -30,6 +34,7 @@ class Run:
     manifest: Manifest | None
     config: dict[str, Any] | None
     samples: list[Sample]
+    tracked: bool = False
 
     @classmethod
     def read(cls, path: str | Path, name: str | None = None) -> Run:
@@ -47,6 +52,7 @@ class Run:
             return cls(name or file.stem, file, UNKNOWN, UNKNOWN, None, log, None, None, [])
         folder = RunFolder(path)
         manifest, config = folder.manifest(), folder.config()
+        told = None
         if manifest is None and config is None:
             told = read_wandb_run(folder.path)
             if told is not None:
@@ -70,6 +76,7 @@ class Run:
             manifest=manifest,
             config=config,
             samples=folder.samples(),
+            tracked=told is not None,
         )
 
     @property

@@ -132,9 +132,12 @@ class RunFolder:
             what = "is a file, not a folder" if self.path.exists() else "does not exist"
             raise RunFolderError(f"run folder {self.path} {what}")
         if not (holds_run(self.path) or tensorboard_folder(self.path) or wandb_file(self.path)):
+            # verl's `file` logger calls its file by project and experiment
+            lines = [str(path.relative_to(self.path)) for path in sorted(self.path.rglob("*.jsonl"))[:3]]
+            remedy = f"give the file itself, if it is one of metrics: {', '.join(lines)}" if lines else ""
             raise RunFolderError(
                 f"{self.path} holds no run (none of {', '.join(RUN_FILES)}, no TensorBoard events, no .wandb file): "
-                "give the folder that tim.run_dir named"
+                + (remedy or "give the folder that tim.run_dir named")
             )
 
     @classmethod

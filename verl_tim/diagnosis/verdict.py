@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean, stdev
+from statistics import fmean, stdev, variance
 from typing import TYPE_CHECKING, Literal
 
 from verl_tim.diagnosis.curves import DELTA_MAX, DELTA_MEAN, EXACT_FRACTION, PROBS_MAX, REWARD, first_logged
@@ -14,6 +14,8 @@ from verl_tim.diagnosis.metric_log import MetricLog
 
 if TYPE_CHECKING:
     from verl_tim.diagnosis.run import Run
+
+Seeds = Mapping[str, Mapping[str, MetricLog]]  # what a curve stands for -> its runs by name, one or several
 
 SMALL_MODEL = 100_000_000  # parameters; below it a mismatch is not expected to reach the reward within a short run
 MIN_SHARED_STEPS = 6
@@ -55,8 +57,9 @@ def exactness(log: MetricLog) -> Exactness:
     nonfinite = log.nonfinite()
     unreadable = {step for name in (EXACT_FRACTION[0], DELTA_MAX[0]) for step in nonfinite.get(name, ())}
     steps = sorted(fraction.keys() | largest.keys() | unreadable)
+    missing = int(sum(log.series("tim/missing_tokens")[1]))
     if not steps:
-        return Exactness("unmeasured")
+        return Exactness("unmeasured", missing=missing)
     tokens = dict(zip(*log.series("tim/valid_tokens"), strict=True))
     weighted = all(step in tokens for step in steps)
     weight = {step: tokens[step] if weighted else 1.0 for step in steps}
@@ -72,7 +75,7 @@ def exactness(log: MetricLog) -> Exactness:
         kind="mismatch" if broken else "exact",
         steps=len(steps),
         tokens=int(sum(weight.values())) if weighted else None,
-        missing=int(sum(log.series("tim/missing_tokens")[1])),
+        missing=missing,
         exact_fraction=mean_over_tokens(fraction),
         delta_mean=mean_over_tokens({step: value for step, value in means.items() if step in weight}),
         delta_max=max(largest.values(), default=None),
@@ -86,11 +89,12 @@ class RewardComparison:
     """How the rewards of several runs end, over the last steps that all of them have.
 
     Attributes:
-        kind: "equal" (no pair differs by more than step-to-step noise), "identical" (the same at every shared step),
-            "apart", "too_short", or "missing" (some run logged no reward).
-        shared: number of shared steps; `window` of them, the last, are compared.
+        kind: "equal" (no pair differs by more than noise), "identical" (the same at every shared step), "apart",
+            "too_short", or "missing" (some run logged no reward).
+        shared: number of steps that all runs, and all seeds of each, have; `window` of them, the last, are compared.
         ends: run -> mean over the window.
-        gap: largest difference of two means; `noise`: the half-width of its 95 % interval from paired steps.
+        gap: largest difference of two means; `noise`: the half-width of its 95 % interval, from paired steps or, where
+            both have several seeds and that is more, from how far the seeds of one setting end apart.
     """
 
     kind: Literal["equal", "identical", "apart", "too_short", "missing"]
@@ -101,13 +105,18 @@ class RewardComparison:
     noise: float = 0.0
 
 
-def compare_rewards(logs: dict[str, MetricLog]) -> RewardComparison:
+def compare_rewards(runs: Seeds) -> RewardComparison:
     """Compare how rewards end, paired by step, since runs of one seed see the same problems in one order."""
-    name = first_logged(REWARD, list(logs.values()))
-    curves = {run: dict(zip(*log.series(name), strict=True)) if name else {} for run, log in logs.items()}
-    if not all(curves.values()):
+    logs = [log for seeds in runs.values() for log in seeds.values()]
+    name = first_logged(REWARD, logs)
+    of_seeds = {
+        run: [dict(zip(*log.series(name), strict=True)) if name else {} for log in seeds.values()]
+        for run, seeds in runs.items()
+    }
+    if not all(curve for curves in of_seeds.values() for curve in curves):
         return RewardComparison("missing")
-    shared = sorted(set.intersection(*(set(curve) for curve in curves.values())))
+    shared = sorted(set.intersection(*(set(curve) for curves in of_seeds.values() for curve in curves)))
+    curves = {run: {s: fmean(one[s] for one in each) for s in shared} for run, each in of_seeds.items()}
     if len(shared) < MIN_SHARED_STEPS:
         return RewardComparison("too_short", len(shared))
     window = shared[-max(3, min(10, len(shared) // 3)) :]
@@ -117,8 +126,19 @@ def compare_rewards(logs: dict[str, MetricLog]) -> RewardComparison:
         return RewardComparison("identical", len(shared), len(window), ends)
     paired = [curves[high][step] - curves[low][step] for step in window]
     noise = STUDENT_T[len(window) - 2] * stdev(paired) / math.sqrt(len(window))
+    noise = max(noise, _seed_noise(*([fmean(c[s] for s in window) for c in of_seeds[run]] for run in (high, low))))
     gap = ends[high] - ends[low]
     return RewardComparison("apart" if gap > noise else "equal", len(shared), len(window), ends, gap, noise)
+
+
+def _seed_noise(one: Sequence[float], other: Sequence[float]) -> float:
+    """Half-width of the 95 % interval of the difference of two means over seeds (Student, pooled variance); 0 where one
+    of them has a single seed, which says nothing of others."""
+    if min(len(one), len(other)) < 2:
+        return 0.0
+    freedom = len(one) + len(other) - 2
+    pooled = (variance(one) * (len(one) - 1) + variance(other) * (len(other) - 1)) / freedom
+    return STUDENT_T[min(freedom, len(STUDENT_T)) - 1] * math.sqrt(pooled * (1 / len(one) + 1 / len(other)))
 
 
 @dataclass(frozen=True)
@@ -130,13 +150,13 @@ class Verdict:
     alerts: list[str]
 
 
-def judge(runs: Sequence[Run], differences: int, *, seeds: int = 1) -> Verdict:
+def judge(runs: Sequence[Run], differences: int, seeds: Seeds) -> Verdict:
     """Say what the runs show.
 
     Args:
         runs: at least one, with distinct names.
         differences: how many settings differ besides the rollout.
-        seeds: the fewest seeds that one of the runs stands for.
+        seeds: of each run, by its name, what it stands for.
     """
     states = {run.name: exactness(run.log) for run in runs}
     alerts = [
@@ -163,15 +183,22 @@ def judge(runs: Sequence[Run], differences: int, *, seeds: int = 1) -> Verdict:
             )
         if run.log.torn:
             notes.append(f"{run.name}: the last line of its metrics is cut off; the run was stopped or is still going.")
+    notes += [note for run in runs if (note := _uneven(run.name, seeds[run.name])) is not None]
     if len(runs) == 1:
         return Verdict(_one_run(runs[0], states[runs[0].name]), notes, alerts)
-    rewards = compare_rewards({run.name: run.log for run in runs})
+    rewards = compare_rewards(seeds)
     if differences:
         settings = "1 other setting" if differences == 1 else f"{differences} other settings"
         notes.insert(
             0, f"The runs differ in {settings} besides the rollout, so a difference is not the rollout's alone."
         )
-    elif rewards.kind == "apart" and seeds == 1:
+    elif rewards.kind == "apart" and min(map(len, seeds.values())) > 1:
+        notes.insert(
+            0,
+            f"The gap of {short(rewards.gap)} is above the ±{short(rewards.noise)} that steps and seeds explain (95 % "
+            "interval).",
+        )
+    elif rewards.kind == "apart":
         notes.insert(
             0,
             f"The gap of {short(rewards.gap)} is above the step-to-step noise of ±{short(rewards.noise)}; runs with "
@@ -181,9 +208,23 @@ def judge(runs: Sequence[Run], differences: int, *, seeds: int = 1) -> Verdict:
     if len(set(lengths.values())) > 1:
         told = listed([f"{name} {steps}" for name, steps in lengths.items()])
         notes.append(
-            f"The runs have different lengths (steps: {told}); rewards are compared over the {rewards.shared} shared."
+            f"The runs have different lengths (steps: {told}); rewards are compared over the {rewards.shared} shared, "
+            "signals over those that a run shares with the baseline."
         )
     return Verdict(f"{_rewards(runs, rewards)}; {_mismatches(states, rewards)}.", notes, alerts)
+
+
+def _uneven(name: str, seeds: Mapping[str, MetricLog]) -> str | None:
+    """A warning where some seeds of one curve ended before others."""
+    ends = {seed: max(log.steps, default=0) for seed, log in seeds.items()}
+    first, last = min(ends.values()), max(ends.values())
+    if first == last:
+        return None
+    ended = listed([f"{seed} at step {step}" for seed, step in ends.items() if step < last])
+    return (
+        f"{name}: {ended} ended before step {last}. Behind step {first} its curves and figures are of the seeds left, "
+        "which need not be like those that ended; rewards and signals are compared up to there."
+    )
 
 
 def _size(runs: Sequence[Run]) -> int | None:
@@ -205,13 +246,14 @@ def _rewards(runs: Sequence[Run], rewards: RewardComparison) -> str:
         told = listed([f"{name} {short(ends[name])}" for name in ordered])
         return f"Rewards end apart ({told}, over the last {rewards.window} shared steps)"
     if rewards.kind == "identical":
-        said = f"Rewards are identical at all {rewards.shared} shared steps"
+        said, after = f"Rewards are identical at all {rewards.shared} shared steps", ""
     else:
         said = f"Rewards end equal within noise ({listed([short(end) for end in ends.values()])})"
+        after = f" after {rewards.shared} shared steps"
     size = _size(runs)
     if size is not None and size < SMALL_MODEL:
         return f"{said}, as is expected at this size ({count(size)} parameters, {rewards.shared} steps)"
-    return f"{said} after {rewards.shared} shared steps"
+    return said + after
 
 
 def _mismatches(states: dict[str, Exactness], rewards: RewardComparison) -> str:

@@ -63,10 +63,13 @@ def _default_names() -> set[str]:
 
 
 def _name_trackers(config: DictConfig) -> None:
-    """Of several chosen trackers each option's file has written its own name over the others'."""
-    chosen = [str(name) for name in config.tim.get("trackers") or () if name not in ("console", "file")]
-    if len(chosen) > 1:
-        config.tim.choices.tracker = ",".join(chosen)
+    """Of several chosen trackers each option's file has written its own name over the others'; a recipe without the
+    group `tracker` logs to the file."""
+    if config.tim.choices.tracker is None:
+        OmegaConf.update(config, "tim.trackers.file", True, force_add=True)
+        return
+    chosen = [str(name) for name in config.tim.trackers if name not in ("console", "file")]
+    config.tim.choices.tracker = ",".join(chosen) or ("file" if "file" in config.tim.trackers else "console")
 
 
 # Files that verl opens by their path, and that may stand in a package: pkg://PACKAGE/FILE.

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from verl_tim.tasks.catalog import task_of_data_source
-from verl_tim.tasks.verifier import extract_answer, verify
+from verl_tim.tasks.verifier import extract_answer, load_verifier, verify
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +43,11 @@ def compute_score(
 
     Raises:
         InputError: a row of a data set that has no verifier here.
+        Exception: the verifier itself cannot be loaded, which is no answer's fault: every score would be a 0, and the
+            run would train on them to its end.
     """
     task = task_of_data_source(data_source)
+    load_verifier(task)
     if not isinstance(solution_str, str):
         return 0.0
     metadata = (extra_info or {}).get("metadata")

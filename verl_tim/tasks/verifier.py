@@ -56,6 +56,11 @@ def verify(task: Task, answer: str, entry: Mapping[str, Any]) -> float:
     return score
 
 
+def load_verifier(task: Task) -> None:
+    """Import and make a task's verifier, once in a process; what goes wrong in that propagates."""
+    _scorer(task.name)
+
+
 @cache
 def _scorer(name: str) -> Any:
     # a verifier looks at answer and entry only; the instance is needed for its method

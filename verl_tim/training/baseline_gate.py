@@ -9,6 +9,7 @@ has the exact gate instead.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,14 @@ logger = logging.getLogger(__name__)
 
 FACTOR_METRIC = "tim/baseline_factor_max"
 
+# Rates of sampled choices, and how many each rests on: where those are few, a single flip is many times its level.
+SAMPLED = {
+    "tim/top1_flip_rate": "tim/top1_tokens",
+    "tim/router_flip_rate": "tim/router_compared",
+    "tim/router_expert_mismatch": "tim/router_compared",
+}
+CHANCE = 3.0  # standard deviations of a count that chance is given
+
 
 class BaselineExceeded(RuntimeError):
     """A metric left the baseline by the factor of `tim.gate.stop`. Names step, metric, both values and checkpoint."""
@@ -29,20 +38,33 @@ class BaselineExceeded(RuntimeError):
 
 @dataclass(frozen=True)
 class Excess:
-    """A metric above its level. `factor`: value / reference."""
+    """A metric and its level.
+
+    Attributes:
+        sample: how many choices a sampled rate rests on; None for what is measured on every token.
+    """
 
     metric: str
     value: float
     reference: float
+    sample: float | None = None
+
+    @property
+    def sure(self) -> float:
+        """The value; of a sampled rate what is left when chance has taken `CHANCE` standard deviations of the count."""
+        if self.sample is None:
+            return self.value
+        count = self.value * self.sample
+        return max(0.0, count - CHANCE * math.sqrt(count)) / self.sample
 
     @property
     def factor(self) -> float:
-        return self.value / self.reference
+        return self.sure / self.reference
 
     def __str__(self) -> str:
-        return (
-            f"{self.metric} is {short(self.value)}, {short(self.factor)} times the baseline's {short(self.reference)}"
-        )
+        sampled = "" if self.sample is None else f" (of {self.sample:,.0f}: at least {short(self.sure)})"
+        times = f"{short(self.factor)} times the baseline's {short(self.reference)}"
+        return f"{self.metric} is {short(self.value)}{sampled}, {times}"
 
 
 class BaselineGate:
@@ -74,7 +96,9 @@ class BaselineGate:
         What the step did not log (routes and top-1 ids are sampled) is not held against anything.
         """
         found = [
-            Excess(name, metrics[name], reference) for name, reference in self.references.items() if name in metrics
+            Excess(name, metrics[name], reference, metrics.get(SAMPLED.get(name, "")) or None)
+            for name, reference in self.references.items()
+            if name in metrics
         ]
         if not found:
             return {}

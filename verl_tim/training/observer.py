@@ -133,6 +133,7 @@ class StepObserver:
         bypass: True if old log-probs are the rollout's.
         clip_ratio_low, clip_ratio_high: PPO's clip, for the clip metrics.
         decode: token ids to text.
+        longest_response: tokens, the run's limit; None: each batch's own width.
         reuse: which steps take old log-probs from the rollout; None: no step does.
         correction: the correction's settings, and `model_path` that of the model, for the token dumps.
 
@@ -150,6 +151,7 @@ class StepObserver:
         clip_ratio_low: float,
         clip_ratio_high: float,
         decode: Callable[[Sequence[int]], str],
+        longest_response: int | None = None,
         reuse: LogProbReuse | None = None,
         correction: Mapping[str, Any] | None = None,
         model_path: str = "",
@@ -161,6 +163,7 @@ class StepObserver:
         self.clip_ratio_low = clip_ratio_low
         self.clip_ratio_high = clip_ratio_high
         self.decode = decode
+        self.longest_response = longest_response
         self.baseline = BaselineGate.of(tim.gate)
         self._compared = 0  # tokens of the step under way that the gate has compared
         self._largest = 0.0  # nats, their largest difference
@@ -313,6 +316,7 @@ class StepObserver:
             rollout_log_probs=batch.rollout_log_probs_BT[rows],
             response_mask=batch.response_mask_BT[rows].bool(),
             advantages=batch.advantages_BT[rows],
+            longest_response=self.longest_response,
             spearman_sample=SPEARMAN_TOKENS,
             **self._versions(step, batch, rows),
         )

@@ -81,6 +81,7 @@ def make_observer(tim: TimConfig, config: Any, tokenizer: Any, reuse: LogProbReu
         clip_ratio_low=low,
         clip_ratio_high=high,
         decode=lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False),
+        longest_response=int(config.data.max_response_length),
         reuse=reuse,
         correction=dataclasses.asdict(correction),
         model_path=str(config.actor_rollout_ref.model.path),

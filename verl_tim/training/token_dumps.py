@@ -57,6 +57,9 @@ class TokenDumper:
         if seen.kept_BT is not None:
             kept_ST = torch.where(seen.seen_B[rows].unsqueeze(1), seen.kept_BT[rows], kept_ST)
         turns_ST = turn_numbers(mask_BT[rows])
+        old_BT = batch.old_log_probs_BT
+        if old_BT is None:  # the forward of the first mini-batch ran under the same weights
+            old_BT = seen.log_prob_BT.masked_fill(~seen.fresh_B.unsqueeze(1), torch.nan)
         sequences = []
         for place, row in enumerate(rows):
             at = np.flatnonzero(mask_BT[row].numpy())
@@ -79,7 +82,7 @@ class TokenDumper:
                     advantage_N=advantage_N,
                     kept_N=kept_ST[place].numpy()[at],
                     turn_N=turns_ST[place].numpy()[at],
-                    old_log_prob_N=values(batch.old_log_probs_BT),
+                    old_log_prob_N=values(old_BT),
                     rollout_log_prob_N=values(batch.rollout_log_probs_BT),
                     log_prob_N=values(seen.log_prob_BT),
                     weight_version_N=_versions(batch, row, at),

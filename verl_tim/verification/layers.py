@@ -149,6 +149,7 @@ class LayerReport:
         rollout, trainer: names of the two sides, for people.
         ops: one entry per tap.
         only_rollout, only_trainer: taps that one side did not show (another engine's hooks see less).
+        sequences, tokens: laid side by side; given: how many sequences there would have been, None for just those.
     """
 
     rollout: str
@@ -158,6 +159,7 @@ class LayerReport:
     only_trainer: list[str] = field(default_factory=list)
     sequences: int = 0
     tokens: int = 0
+    given: int | None = None
 
     def add(self, rollout: Mapping[str, Tensor], trainer: Mapping[str, Tensor], *, tokens: int) -> None:
         """Lay one sequence's taps side by side; values by response token (logits, log-probs) end at the last token.
@@ -194,6 +196,11 @@ class LayerReport:
         """The first op, in forward order, whose bits differ."""
         return next((op for op in self.ops if op.differing), None)
 
+    def extent(self) -> str:
+        """How much was laid side by side."""
+        of = f" of {self.given:,} (--requests)" if self.given is not None and self.given > self.sequences else ""
+        return f"{self.sequences:,} sequences{of}, {self.tokens:,} tokens"
+
     def summary(self) -> str:
         """One sentence."""
         if not self.ops:
@@ -215,6 +222,7 @@ class LayerReport:
             "rollout": self.rollout,
             "trainer": self.trainer,
             "sequences": self.sequences,
+            "sequences_given": self.sequences if self.given is None else self.given,
             "tokens": self.tokens,
             "exact": first is None,
             "summary": self.summary(),
@@ -226,7 +234,7 @@ class LayerReport:
 
     def table(self) -> Table:
         """For the terminal: `_IN_TERMINAL` of the page's columns."""
-        title = f"{self.rollout} against {self.trainer}, {self.tokens:,} tokens"
+        title = f"{self.rollout} against {self.trainer}, {self.extent()}"
         # without vertical lines, which would take a seventh of a narrow terminal
         table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
         table.caption, table.caption_justify = "mean |d| and max rel stand on the page", "left"
@@ -262,7 +270,7 @@ class LayerReport:
             )
         ]
         figure = plot(traces, x="op, in forward order", y="relative difference", yaxis={"type": "log"})
-        shown = {"sequences": str(self.sequences), "tokens": f"{self.tokens:,}", "ops compared": str(len(self.ops))}
+        shown = {"compared": self.extent(), "ops compared": str(len(self.ops))}
         for side, names in ((self.rollout, self.only_rollout), (self.trainer, self.only_trainer)):
             if names:
                 shown[f"seen on {side} only"] = _few(names)

@@ -90,9 +90,12 @@ class ProbeSettings:
             raise SettingsError(
                 unknown[0], f"is no setting of a probe (in {file})", f"known: {', '.join(sorted(known))}"
             )
-        for key, name in (("model", "MODEL"), ("data", "--data")):
+        for key, name, wanted in (
+            ("model", "MODEL", "the folder of a Hugging Face model (verl-tim model makes small ones)"),
+            ("data", "--data", "a parquet file with a column `prompt` of chat messages (verl-tim data makes some)"),
+        ):
             if not values.get(key):
-                raise SettingsError(name, "is missing", "give it on the command line or in the settings file")
+                raise SettingsError(name, "is missing", f"give {wanted}, on the command line or in the settings file")
         data = values["data"]
         values["data"] = (data,) if isinstance(data, str) else tuple(str(entry) for entry in data)
         values["model"] = str(values["model"])

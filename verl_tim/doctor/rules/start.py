@@ -23,7 +23,7 @@ _KEYS = {
     "folders": ("tim.run_dir", "tim.cache_dir", "trainer.default_local_dir"),
     "to be made": ("tim.task", "tim.model"),
     "machine": ("trainer.n_gpus_per_node", f"{ROLLOUT}.name"),
-    "packages": (f"{ROLLOUT}.name", "trainer.use_v1", "trainer.logger"),
+    "packages": (f"{ROLLOUT}.name", "trainer.use_v1", "trainer.logger", "reward.custom_reward_function.path"),
     "model": (f"{MODEL}.path",),
     "tokenizer": (f"{MODEL}.path", f"{MODEL}.tokenizer_path", f"{MODEL}.custom_chat_template"),
     "data": ("data.train_files", "data.val_files"),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib import import_module
 from importlib.util import find_spec
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from verl_tim.launch.checks import trackers
 from verl_tim.launch.errors import Finding
@@ -35,10 +36,29 @@ def check(config: DictConfig) -> Iterator[Finding]:
         )
 
 
+REWARD = "reward.custom_reward_function.path"
+
+
 def check_packages(config: DictConfig) -> Iterator[Finding]:
-    """Packages that the chosen rollout and loggers import and that are not installed, and logins that they need."""
+    """Packages that the chosen rollout, loggers and the verifiers of this package's tasks import and that are not
+    installed, and logins that they need."""
     if config.actor_rollout_ref.rollout.name == "vllm" and find_spec("vllm") is None:
         yield Finding("rollout", "vllm is not installed", "pip install 'verl_tim[gpu]', or take rollout=vexact")
     if config.trainer.use_v1 and find_spec("transfer_queue") is None:
         yield Finding("trainer.use_v1", "the V1 trainer needs TransferQueue", "pip install 'TransferQueue>=0.1.10'")
+    if OmegaConf.select(config, REWARD) == "pkg://verl_tim.tasks.reward":
+        yield from _verifiers()
     yield from trackers.check(config)
+
+
+def _verifiers() -> Iterator[Finding]:
+    """verl imports them in its reward workers, and what a worker says is not what verl ends with."""
+    try:
+        import_module("reasoning_gym")
+    # whatever it imports runs here
+    except Exception as error:
+        yield Finding(
+            REWARD,
+            f"the verifiers (reasoning-gym) cannot be imported: {type(error).__name__}: {error}",
+            "pip install --force-reinstall reasoning-gym; a file of the working folder may hide a package of its name",
+        )
