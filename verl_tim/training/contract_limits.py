@@ -39,7 +39,7 @@ def _quantised(key: str) -> Limit:
 
 
 LIMITS = (
-    # verl 0.9.1 reads both keys of a side, and calls the first deprecated (workers/config/actor.py:327)
+    # verl 0.9.1 reads both keys of a side, and calls the first deprecated (workers/config/actor.py:328)
     _sequence_parallel("actor.ulysses_sequence_parallel_size"),
     _sequence_parallel("actor.fsdp_config.ulysses_sequence_parallel_size"),
     _sequence_parallel("ref.ulysses_sequence_parallel_size"),

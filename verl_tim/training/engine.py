@@ -26,11 +26,11 @@ from verl.workers.utils.padding import no_padding_2_padding
 from verl_tim.numerics import determinism
 from verl_tim.plugin import loaded
 from verl_tim.replay import RoutingReplay
+from verl_tim.sequence_parallel import SEQUENCE_PARALLEL_KEYS
 from verl_tim.training.config import (
     BACKEND_KEY,
     CONTRACT_BACKEND,
     DETERMINISTIC_LIB,
-    SEQUENCE_PARALLEL_KEYS,
     VERL_BACKENDS,
     ConfigError,
 )

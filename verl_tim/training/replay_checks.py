@@ -11,7 +11,8 @@ from omegaconf import DictConfig
 
 from verl_tim.correction import ConfigError
 from verl_tim.replay.routers import NUM_EXPERTS
-from verl_tim.training.config import EXTERNAL_LIB, EXTERNAL_LIBS, SEQUENCE_PARALLEL_KEYS, reader
+from verl_tim.sequence_parallel import SEQUENCE_PARALLEL_KEYS
+from verl_tim.training.config import EXTERNAL_LIB, EXTERNAL_LIBS, reader
 from verl_tim.training.correction_config import CORRECTION_KEY, of_run
 from verl_tim.training.finding import Finding
 from verl_tim.training.replay_config import (
