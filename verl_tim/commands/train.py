@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from verl_tim.commands.output import bad_input, print_json, stderr, stdout, table
+from verl_tim.commands.output import bad_input, print_json, print_text, stderr, stdout, table
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -69,13 +69,13 @@ def command(
     if dry_run:
         from omegaconf import OmegaConf
 
-        print_json(OmegaConf.to_container(config)) if as_json else typer.echo(OmegaConf.to_yaml(config))
+        print_json(OmegaConf.to_container(config)) if as_json else print_text(OmegaConf.to_yaml(config))
         return
     with bad_input():
         outcome = run(config, label=str(config.trainer.experiment_name))
-    print_json(summary(config, outcome)) if as_json else show(config, outcome)
     if outcome.exit_code != 0:
         explain_failure(outcome)
+    print_json(summary(config, outcome)) if as_json else show(config, outcome)
     raise typer.Exit(outcome.exit_code)
 
 
