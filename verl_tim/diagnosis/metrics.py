@@ -58,7 +58,6 @@ def mismatch_metrics(
     current_version: int | None = None,
     num_experts: int | None = None,
     spearman_sample: int | None = None,
-    loss_ratio: bool = True,
 ) -> dict[str, float]:
     """Mismatch metrics of one batch, as plain floats under `tim/`.
 
@@ -81,8 +80,6 @@ def mismatch_metrics(
             metrics.
         num_experts: upper bound for expert ids.
         spearman_sample: of more tokens than that, `delta_adv_spearman` is that of so many, drawn with a fixed seed.
-        loss_ratio: False leaves out `ppo_k*` and `clipped_share_*`, for a caller that has them of every mini-batch
-            (`LossRatioSums`).
 
     Returns:
         name -> value, never NaN or infinite: what has no value in this batch is left out. With no valid token only
@@ -115,7 +112,6 @@ def mismatch_metrics(
         clip_ratio_high=clip_ratio_high,
         bypass=bypass,
         kept_mask=kept_mask,
-        loss_ratio=loss_ratio,
     )
 
 
@@ -212,7 +208,12 @@ class BatchMismatch:
         kept_mask: Tensor | None = None,
         loss_ratio: bool = True,
     ) -> dict[str, float]:
-        """All metrics of `mismatch_metrics`; arguments and errors as there."""
+        """All metrics of `mismatch_metrics`; arguments and errors as there.
+
+        Args:
+            loss_ratio: False leaves out `ppo_k*` and `clipped_share_*`, for a caller that has them of every mini-batch
+                (`LossRatioSums`), where `log_prob` is the last one's.
+        """
         _check_clip(clip_ratio_low, clip_ratio_high)
         tokens = self.tokens
         log_prob_N = None if log_prob is None else tokens.gather("log_prob", log_prob, floating=True)
