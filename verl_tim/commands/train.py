@@ -103,9 +103,10 @@ def _several(overrides: list[str], limits: tuple[int, float | None] | None, *, d
         if limits is not None and not dry_run:
             return _side_by_side(matrix, limits, began, as_json=as_json)
         stderr().print("[dim]composing and checking every run[/]")
+        others = _tell_changed(matrix)
         configs = prepared(matrix, ready_of)
     if dry_run:
-        _list_runs(matrix, set(configs), as_json=as_json)
+        _list_runs(matrix, set(configs), others, as_json=as_json)
         return 0
 
     summaries: list[dict[str, Any]] = []
@@ -123,8 +124,19 @@ def _several(overrides: list[str], limits: tuple[int, float | None] | None, *, d
     with bad_input():
         code = run_all(matrix, configs, one, lambda line: stderr().print(line, markup=False, soft_wrap=True))
     if as_json:
-        print_json({"exit_code": code, "folder": str(matrix.folder), "runs": summaries})
+        print_json({"exit_code": code, "folder": str(matrix.folder), "changed": others, "runs": summaries})
     return code
+
+
+def _tell_changed(matrix: Matrix) -> dict[str, dict[str, Any]]:
+    """Finished runs that would be others now, said on stderr: run -> key -> its values then and now."""
+    from verl_tim.launch.changed import as_json, changed, in_words
+    from verl_tim.launch.start import composed_of
+
+    found = changed(matrix, composed_of)
+    for line in in_words(matrix, found):
+        stderr().print(line, style="yellow", markup=False, soft_wrap=True)
+    return as_json(found)
 
 
 def _side_by_side(matrix: Matrix, limits: tuple[int, float | None], began: float, *, as_json: bool) -> int:
@@ -146,8 +158,10 @@ def _side_by_side(matrix: Matrix, limits: tuple[int, float | None], began: float
 
     stderr().print("[dim]composing and checking every run[/]")
     states: list[RunState] = []
+    others: dict[str, dict[str, Any]] = {}
     try:
         with stop_requests(), within(left()):
+            others = _tell_changed(matrix)
             configs = prepared(matrix, ready_of)
         with RunsProgress(stderr()) as progress:
             states, code = run_side_by_side(
@@ -160,7 +174,8 @@ def _side_by_side(matrix: Matrix, limits: tuple[int, float | None], began: float
         code = INTERRUPTED
     states = states or at_first(matrix, {cell.name: None for cell in unfinished(matrix)})
     if as_json:
-        print_json({"exit_code": code, "folder": str(matrix.folder), "runs": [state.to_dict() for state in states]})
+        runs = [state.to_dict() for state in states]
+        print_json({"exit_code": code, "folder": str(matrix.folder), "changed": others, "runs": runs})
     else:
         stdout().print(runs_table(states, title=str(matrix.folder)))
     for line in failures(states):
@@ -168,10 +183,18 @@ def _side_by_side(matrix: Matrix, limits: tuple[int, float | None], began: float
     return code
 
 
-def _list_runs(matrix: Matrix, left: set[str], *, as_json: bool) -> None:
+def _list_runs(matrix: Matrix, left: set[str], others: dict[str, dict[str, Any]], *, as_json: bool) -> None:
     if as_json:
         print_json(
-            [{"run": cell.name, "done": cell.name not in left, "overrides": cell.words} for cell in matrix.cells]
+            [
+                {
+                    "run": cell.name,
+                    "done": cell.name not in left,
+                    "changed": others.get(cell.name, {}),
+                    "overrides": cell.words,
+                }
+                for cell in matrix.cells
+            ]
         )
         return
     # the last three overrides are the run's group at trackers, its name and its folder
