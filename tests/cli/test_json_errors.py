@@ -61,6 +61,8 @@ BAD = [
     ("calibrate", "{tmp} {tmp} --out {tmp}"),
     ("doctor", "{tmp}/none.yaml"),
     ("data", "no_such_task"),
+    ("data", "chain_sum --difficulty min_terms=[1"),
+    ("data", "chain_sum --difficulty min_terms=2 --difficulty min_terms=3"),
     ("model", "no_such_kind --cache-dir {tmp}"),
     ("bench correction", "--device tpu"),
     ("bench determinism", "{tmp}"),

@@ -57,6 +57,12 @@ def test_a_torn_shard_is_named(config_of, folder):
     assert "model.safetensors (" not in finding.problem
 
 
+def test_a_config_that_holds_no_keys(config_of, folder):
+    (folder / "config.json").write_text("[]")
+    found = findings(config_of(f"{MODEL}={folder}", "tim.deterministic=true", "routing_replay=r3"))
+    assert "config.json holds no keys" in found[MODEL].problem
+
+
 def test_weights_of_another_architecture(config_of, folder, tmp_path):
     shape = resolve_shape("qwen3_moe")
     other = init_model("qwen3_moe", shape, eos_token_id=1, pad_token_id=0, seed=0)

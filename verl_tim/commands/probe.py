@@ -113,6 +113,7 @@ def run(settings: ProbeSettings, *, dump: Path | None = None, hidden: int = 0) -
     from transformers import AutoTokenizer
 
     from verl_tim.commands.progress import Work
+    from verl_tim.commands.verify import refuse_unreadable
     from verl_tim.engine.errors import EngineConfigError, RequestError
     from verl_tim.launch.errors import LaunchError
     from verl_tim.models import ModelError
@@ -131,6 +132,7 @@ def run(settings: ProbeSettings, *, dump: Path | None = None, hidden: int = 0) -
             f"{dump.suffix or 'no suffix'} cannot hold that",
             "write .safetensors or .npz (.parquet: no --hidden)",
         )
+    refuse_unreadable(settings.model, "config", "tokenizer")
     tokenizer = AutoTokenizer.from_pretrained(settings.model)
     try:
         prompts = read_prompts(settings.data, tokenizer, limit=settings.prompts)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,6 +13,7 @@ from verl_tim.sequence_parallel import SEQUENCE_PARALLEL_KEYS
 from verl_tim.training.config import EXTERNAL_LIB, EXTERNAL_LIBS, reader
 from verl_tim.training.correction_config import CORRECTION_KEY, of_run
 from verl_tim.training.finding import Finding
+from verl_tim.training.model_file import model_file
 from verl_tim.training.replay_config import (
     FILE_KEYS,
     FSDP,
@@ -138,11 +137,8 @@ def _engine(get: _Get) -> Iterator[Finding]:
 
 def _model(get: _Get) -> Iterator[Finding]:
     """A model without experts has nothing to replay. What cannot be read here the worker finds out."""
-    path = os.path.join(os.path.expanduser(str(get(_MODEL_KEY, ""))), "config.json")
-    try:
-        with open(path, encoding="utf-8") as file:
-            model = json.load(file)
-    except (OSError, ValueError):
+    model = model_file(get(_MODEL_KEY, ""))
+    if not model:
         return
     model = model.get("text_config") or model
     if not any(isinstance(model.get(name), int) and model[name] > 0 for name in NUM_EXPERTS):

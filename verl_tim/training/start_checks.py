@@ -35,6 +35,7 @@ from verl_tim.training.correction_checks import correction_findings
 from verl_tim.training.determinism import determinism_findings
 from verl_tim.training.dtypes import canonical
 from verl_tim.training.finding import Finding
+from verl_tim.training.model_file import model_file
 from verl_tim.training.on_policy import on_policy
 from verl_tim.training.replay_checks import replay_findings
 from verl_tim.training.reuse_checks import reuse_findings
@@ -399,14 +400,8 @@ def _split(view: View) -> Iterator[Finding]:
 
 def _context_of(view: View) -> int:
     """The model's context, tokens; without a readable config a limit that nothing exceeds (`_model` says more)."""
-    import json
-
-    path = os.path.expanduser(str(view.get("actor_rollout_ref.model.path", "")))
-    try:
-        with open(os.path.join(path, "config.json"), encoding="utf-8") as file:
-            return int(json.load(file)["max_position_embeddings"])
-    except (OSError, ValueError, KeyError):
-        return 2**62
+    context = model_file(view.get("actor_rollout_ref.model.path", "")).get("max_position_embeddings")
+    return context if isinstance(context, int) else 2**62
 
 
 def _model(view: View, _: Cluster | None) -> Iterator[Finding]:
