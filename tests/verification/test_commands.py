@@ -56,6 +56,15 @@ def test_layers_of_other_pairs_are_sizes(random_models, tmp_path):
     assert not json.loads(result.stdout)["subjects"][0]["exact"]
 
 
+@pytest.mark.parametrize("taken", ["layers.json", "layers.html"])
+def test_a_place_of_layers_that_is_taken_is_named(random_models, tmp_path, taken):
+    (tmp_path / taken).mkdir()
+    words = ["--layers", "--dtype", "float32", "--requests", "4", "--tokens", "4", "--out", str(tmp_path)]
+    result = verify(random_models["qwen3"], *words)
+    assert result.exit_code == 2, result.output
+    assert "--out: cannot write" in result.stderr
+
+
 def test_bad_input_is_named(random_models, tmp_path):
     model = random_models["qwen3"]
     np.savez(tmp_path / "empty.npz", tokens=np.zeros(3))

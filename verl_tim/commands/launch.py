@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from verl_tim.commands.output import bad_input, print_text, stderr
+from verl_tim.commands.output import bad_input, print_text, stderr, writing
 
 if TYPE_CHECKING:
     from verl_tim.launchers.job import Job
@@ -83,11 +83,8 @@ def _launch(launcher: str, words: list[str], output: Path | None, *, submit: boo
             ) from error
     _say(job, tools)
     if output is not None:
-        with bad_input():
-            try:
-                output.write_text(text, encoding="utf-8")
-            except OSError as error:
-                raise LaunchError.of("--output", str(error), "give a file that can be written") from error
+        with bad_input(), writing("--output"):
+            output.write_text(text, encoding="utf-8")
         stderr().print(f"[dim]written: {output}[/]", soft_wrap=True)
     elif not submit:
         print_text(text)
