@@ -10,3 +10,6 @@ INTERRUPTED = 130
 
 RESULT_LOST = 74
 """Of a command whose result stdout would not take: a full disk, a pipe whose reader has gone."""
+
+TIME_IS_UP = 75
+"""Of several runs, where nothing failed and some are left: EX_TEMPFAIL of sysexits.h, come again."""
