@@ -107,6 +107,17 @@ def test_the_next_attempt_goes_on_from_the_checkpoint_and_says_so(config, tmp_pa
     assert entries[0]["cause"] == list(DIED)
 
 
+def test_a_list_that_cannot_be_written_hides_no_cause(config, monkeypatch):
+    def refuse(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("verl_tim.launch.restarts.write_whole", refuse)
+    said = []
+    last = run_with_restarts(config, lambda _: outcome(3, ("OSError: no room",), last=5), said.append)
+    assert (last.exit_code, last.cause) == (3, ("OSError: no room",))
+    assert any("No space left on device: how this attempt ended is not written down" in line for line in said)
+
+
 def test_the_limit_holds(config):
     said = []
     last = run_with_restarts(config, lambda config: outcome(), said.append)

@@ -109,22 +109,26 @@ def _several(overrides: list[str], limits: tuple[int, float | None] | None, *, d
         _list_runs(matrix, set(configs), others, as_json=as_json)
         return 0
 
-    summaries: list[dict[str, Any]] = []
+    ended: dict[str, Outcome] = {}
 
     def one(config: DictConfig, name: str) -> int:
-        outcome = run(again(config), label=name)
-        if as_json:
-            summaries.append({"run": name, **summary(config, outcome)})
-        else:
-            show(config, outcome)
+        ended[name] = outcome = run(again(config), label=name)
         if outcome.exit_code != 0:
             explain_failure(outcome)
         return outcome.exit_code
 
+    def say(line: str) -> None:
+        stderr().print(line, markup=False, soft_wrap=True)
+
+    def shown(name: str) -> None:
+        if not as_json:
+            show(configs[name], ended[name])
+
     with bad_input():
-        code = run_all(matrix, configs, one, lambda line: stderr().print(line, markup=False, soft_wrap=True))
+        code = run_all(matrix, configs, one, say, shown)
     if as_json:
-        print_json({"exit_code": code, "folder": str(matrix.folder), "changed": others, "runs": summaries})
+        runs = [{"run": name, **summary(configs[name], outcome)} for name, outcome in ended.items()]
+        print_json({"exit_code": code, "folder": str(matrix.folder), "changed": others, "runs": runs})
     return code
 
 
@@ -145,10 +149,10 @@ def _side_by_side(matrix: Matrix, limits: tuple[int, float | None], began: float
     Composing the runs, and making models and data, is part of the time, and is ended with it.
     """
     from verl_tim.commands.several import RunsProgress, failures, runs_table
-    from verl_tim.launch.exit_code import INTERRUPTED
+    from verl_tim.launch.exit_code import INTERRUPTED, TIME_IS_UP
     from verl_tim.launch.matrix import prepared, unfinished
     from verl_tim.launch.process import TimeIsUp, stop_requests, within
-    from verl_tim.launch.side_by_side import TIME_IS_UP, at_first, run_side_by_side
+    from verl_tim.launch.side_by_side import at_first, run_side_by_side
     from verl_tim.launch.start import ready_of
 
     at_once, minutes = limits

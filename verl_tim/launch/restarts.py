@@ -85,7 +85,11 @@ def run_with_restarts(
     seconds, attempt = 0.0, 1
     while True:
         outcome = run_once(config)
-        record(folder, outcome)
+        try:
+            record(folder, outcome)
+        except OSError as error:
+            # a full disk, which may be what ended it: the cause is worth more than the list
+            say(f"{error}: how this attempt ended is not written down")
         steps, seconds = joined(steps, outcome.steps), seconds + outcome.seconds
         again = attempt <= limit and is_infrastructure(outcome)
         if not again:
