@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from verl_tim.cli import app
 from verl_tim.commands import compare
-from verl_tim.commands.output import BAD_INPUT, CommandWithJson
+from verl_tim.commands.output import BAD_INPUT, CommandWithJson, first_line
 from verl_tim.launch import process
 from verl_tim.launch.exit_code import RESULT_LOST
 
@@ -204,6 +204,11 @@ def test_work_that_fails_is_a_document_too(monkeypatch):
     assert problem["problem"] == "RuntimeError: out of memory"
     assert problem["key"].endswith("bench diagnosis")
     assert runner.invoke(app, ["bench", "diagnosis"]).stdout == ""
+
+
+def test_an_exception_without_words_is_named_by_its_class():
+    assert first_line(ValueError("\n  no \n yes")) == "no"
+    assert first_line(ConnectionError()) == "ConnectionError"
 
 
 def test_an_interrupt_of_an_import_is_a_document_too():

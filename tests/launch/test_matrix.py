@@ -244,6 +244,20 @@ def test_a_record_that_cannot_be_written_keeps_no_run_from_running(matrix, monke
     assert sum("not written down" in line for line in said) == 3
 
 
+def test_a_run_that_cannot_be_started_keeps_none_from_running(matrix):
+    def run(config, name):
+        if name == "1":
+            raise LaunchError.of("tim.run_dir", "was taken just now", "give another")
+        ran.append(name)
+        return 7 if name == "2" else 0
+
+    configs = {cell.name: OmegaConf.create({"tim": {"run_dir": "r"}}) for cell in matrix.cells}
+    ran, said, shown = [], [], []
+    assert run_all(matrix, configs, run, said.append, shown.append) == 1
+    assert ran == shown == ["2", "3"]
+    assert any("1 could not be started: tim.run_dir: was taken just now" in line for line in said)
+
+
 def test_ctrl_c_ends_the_matrix(matrix):
     ran = []
 

@@ -183,3 +183,8 @@ def report(findings: Sequence[Any], *, colour: str = "red") -> None:
     for finding in findings:
         console.print(Text.assemble((f"{finding.key}: ", f"bold {colour}"), finding.problem))
         console.print(Text.assemble(("  -> ", "bold"), finding.remedy))
+
+
+def first_line(error: BaseException) -> str:
+    """What a library's exception says first; its class, where it says nothing."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

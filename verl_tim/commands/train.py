@@ -128,7 +128,9 @@ def _several(overrides: list[str], limits: tuple[int, float | None] | None, *, d
         code = run_all(matrix, configs, one, say, shown)
     if as_json:
         runs = [{"run": name, **summary(configs[name], outcome)} for name, outcome in ended.items()]
-        print_json({"exit_code": code, "folder": str(matrix.folder), "changed": others, "runs": runs})
+        not_run = [name for name in configs if name not in ended]
+        found = {"exit_code": code, "folder": str(matrix.folder), "changed": others}
+        print_json({**found, "runs": runs, "not_run": not_run})
     return code
 
 

@@ -182,7 +182,7 @@ def run_all(
     say: Callable[[str], None],
     show: Callable[[str], None] = lambda name: None,
 ) -> int:
-    """The prepared runs one after another. One that fails does not keep the others from running.
+    """The prepared runs one after another. One that fails, or cannot be started, keeps none of the others from running.
 
     Args:
         run: a config and its cell's name -> exit code.
@@ -191,7 +191,8 @@ def run_all(
             has not lost the run.
 
     Returns:
-        0, or the exit code of the first run that failed; 130 at once if one was interrupted.
+        0, or the exit code of the first run that failed (1 of one that could not be started); 130 at once if one was
+        interrupted.
 
     Raises:
         LaunchError: another command does runs of the matrix's folder.
@@ -200,7 +201,13 @@ def run_all(
     with held(matrix.folder):
         for number, (name, config) in enumerate(configs.items(), start=1):
             say(f"run {number} of {len(configs)}: {name}")
-            code = run(config, name)
+            try:
+                code = run(config, name)
+            except LaunchError as error:
+                # its folder was taken meanwhile, or cannot be written to
+                say(f"{name} could not be started: {error}")
+                failed = failed or 1
+                continue
             if code == INTERRUPTED:
                 return code
             if code:

@@ -18,9 +18,10 @@ from typing import Any
 
 from omegaconf import DictConfig, open_dict
 
+from verl_tim.launch.errors import LaunchError
 from verl_tim.launch.exit_code import INTERRUPTED
 from verl_tim.launch.process import Outcome, Step, exception_names
-from verl_tim.launch.run_folder import State, state_of, write_whole
+from verl_tim.launch.run_folder import KEY, State, state_of, write_whole
 from verl_tim.training.checkpoints import TRACKER
 
 ATTEMPTS = "attempts.jsonl"
@@ -107,13 +108,22 @@ def run_with_restarts(
 
 def again(config: DictConfig) -> DictConfig:
     """The config for a run whose folder may hold it, not known to have ended well: it goes on from the last checkpoint
-    there; without one what is there is removed, and the run begins anew."""
+    there; without one what is there is removed, and the run begins anew.
+
+    Raises:
+        LaunchError: what is there cannot be removed.
+    """
     folder = Path(config.tim.run_dir)
     if state_of(config, resumable=True)[0] not in (State.UNFINISHED, State.FINISHED):
         return config
     if has_checkpoint(config):
         return resuming(config)
-    shutil.rmtree(folder)
+    try:
+        shutil.rmtree(folder)
+    except OSError as error:
+        raise LaunchError.of(
+            KEY, f"a run that was cut off cannot be removed: {error}", f"remove {folder}, or give another {KEY}"
+        ) from error
     return config
 
 
