@@ -151,6 +151,7 @@ def test_bad_input_is_exit_code_2_without_a_traceback(small):
         ("verify --ladder run", "run/config.yaml is not YAML"),
         ("bench determinism model", "the config cannot be read"),
         ("bench determinism model --numerics stock", "the config cannot be read"),
+        ("bench rollout --device cpu --model model --load 2x4x4", "--model: model/config.json: has no model_type"),
         ("probe model --data none.parquet", "the config cannot be read"),
         ("probe words --data none.parquet", "the tokenizer cannot be read"),
     ],

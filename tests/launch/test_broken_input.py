@@ -233,13 +233,20 @@ def reward_file(tmp_path):
         ("FILE", "null", "name", "is not given"),
         ("FILE", "weight", "name", "is no function"),
         ("BROKEN", "compute_score", "path", "SyntaxError"),
+        ("SCRIPT", "compute_score", "path", "SystemExit: 0"),
         ("pkg://verl_tim.tasks.no_such", "compute_score", "path", "No module named"),
+        ("pkg://my_misspelt", "compute_score", "path", "AttributeError: module 'math' has no attribute 'tua'"),
     ],
 )
-def test_a_reward_function_that_cannot_be_loaded(config_of, reward_file, tmp_path, group, path, name, at, words):
-    broken = tmp_path / "broken.py"
+def test_a_reward_function_that_cannot_be_loaded(
+    config_of, reward_file, tmp_path, monkeypatch, group, path, name, at, words
+):
+    broken, script = tmp_path / "broken.py", tmp_path / "script.py"
     broken.write_text("def compute_score(:\n")
-    path = {"FILE": reward_file, "BROKEN": broken}.get(path, path)
+    script.write_text("raise SystemExit(0)\n")
+    (tmp_path / "my_misspelt.py").write_text("import math\n\nFULL = math.tua\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    path = {"FILE": reward_file, "BROKEN": broken, "SCRIPT": script}.get(path, path)
     finding = only(reward.check(config_of(f"{group}.path={path}", f"{group}.name={name}")))
     assert finding.key == f"{group}.{at}"
     assert words in finding.problem

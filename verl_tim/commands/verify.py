@@ -326,14 +326,15 @@ def _run_target(folder: Path, rollout: str | None, dtypes: tuple[str, ...] | Non
     return Target(str(folder), str(path), name, dtypes or (run_dtype,), tuple(str(file) for file in files))
 
 
-def check_model(folder: Path) -> None:
+def check_model(folder: Path, key: str = "MODEL") -> None:
+    """Raise LaunchError, of the argument or option that named it, for a folder without a model that is supported."""
     from verl_tim.launch.errors import LaunchError
     from verl_tim.models import ModelError, load_model_config
 
     try:
         load_model_config(folder)
     except ModelError as error:
-        raise LaunchError.of("MODEL", str(error), "give a Hugging Face folder of a supported architecture") from error
+        raise LaunchError.of(key, str(error), "give a Hugging Face folder of a supported architecture") from error
 
 
 def refuse_unreadable(model: str, *parts: str) -> None:
