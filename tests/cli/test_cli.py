@@ -1,6 +1,7 @@
 """The command line through typer's runner: what it prints, where, and with which exit code."""
 
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -167,6 +168,30 @@ def test_bad_input_is_exit_code_2_without_a_traceback(small):
     assert result.exit_code == 2
     assert "did you mean 'stock'" in result.stderr
     assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("verify run", "run/config.yaml is not YAML"),
+        ("verify --ladder run", "run/config.yaml is not YAML"),
+        ("bench determinism model", "the config cannot be read"),
+        ("bench determinism model --numerics stock", "the config cannot be read"),
+        ("bench rollout --device cpu --model model --load 2x4x4", "--model: model/config.json: has no model_type"),
+        ("probe model --data none.parquet", "the config cannot be read"),
+        ("probe words --data none.parquet", "the tokenizer cannot be read"),
+    ],
+)
+def test_files_that_cannot_be_read_are_bad_input(words, says, model_folder, tmp_path, monkeypatch):
+    for folder, file, text in (("run", "config.yaml", "a: ["), ("model", "config.json", "[]")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / file).write_text(text)
+    shutil.copytree(model_folder, tmp_path / "words", ignore=shutil.ignore_patterns("*.safetensors"))
+    (tmp_path / "words" / "tokenizer.json").write_text("[]")
+    monkeypatch.chdir(tmp_path)
+    result = runner.invoke(app, words.split())
+    assert result.exit_code == 2, result.output
+    assert says in " ".join(result.stderr.split())
 
 
 def test_doctor_passes_a_good_config(small):

@@ -1,8 +1,11 @@
 """With --json there is one document on stdout, also where a command has no result to show."""
 
 import json
+import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,8 +14,9 @@ from typer.testing import CliRunner
 
 from verl_tim.cli import app
 from verl_tim.commands import compare
-from verl_tim.commands.output import BAD_INPUT, CommandWithJson
+from verl_tim.commands.output import BAD_INPUT, CommandWithJson, first_line
 from verl_tim.launch import process
+from verl_tim.launch.exit_code import RESULT_LOST
 
 runner = CliRunner()
 
@@ -57,6 +61,8 @@ BAD = [
     ("calibrate", "{tmp} {tmp} --out {tmp}"),
     ("doctor", "{tmp}/none.yaml"),
     ("data", "no_such_task"),
+    ("data", "chain_sum --difficulty min_terms=[1"),
+    ("data", "chain_sum --difficulty min_terms=2 --difficulty min_terms=3"),
     ("model", "no_such_kind --cache-dir {tmp}"),
     ("bench correction", "--device tpu"),
     ("bench determinism", "{tmp}"),
@@ -111,6 +117,81 @@ def test_bad_input_is_a_document_on_stdout_and_words_on_stderr(name, words, tmp_
     assert (plain.exit_code, plain.stdout, plain.stderr) == (BAD_INPUT, "", result.stderr)
 
 
+@pytest.fixture
+def full(monkeypatch):
+    with open("/dev/full", "w") as stream:
+        yield stream
+        monkeypatch.undo()  # before it is closed
+
+
+def code_of(*words):
+    with pytest.raises(SystemExit) as ended:
+        app([*words])
+    return ended.value.code
+
+
+def test_a_stdout_that_is_full_is_one_line_to_the_end_of_the_process(full):
+    """What the interpreter still holds it would write at its end, and complain."""
+    command = [sys.executable, "-m", "verl_tim.cli", "plan", "--anchors", "--json"]
+    done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == RESULT_LOST == 74
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("stdout: No space left on device: the result is lost")
+
+
+def test_a_pipe_without_a_reader_is_one_line():
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "verl_tim.cli", "plan", "--anchors", "--json"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert done.returncode == RESULT_LOST
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("stdout: Broken pipe: the result is lost")
+
+
+@pytest.mark.parametrize("words", [["--json"], []])
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_stdout_that_takes_nothing_is_one_line(words, closed, full, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdout", None if closed else full)
+    assert code_of("plan", "--anchors", *words) == RESULT_LOST
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("stdout: it is closed" if closed else "stdout: No space left on device")
+
+
+def test_a_stderr_that_is_full_too_leaves_the_exit_code(full, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", full)
+    monkeypatch.setattr(sys, "stderr", full)
+    assert code_of("plan", "--anchors", "--json") == RESULT_LOST
+
+
+@pytest.mark.parametrize(("name", "words"), [("plan", "no_such_recipe"), ("same", "{tmp} {tmp}")])
+def test_bad_input_keeps_its_exit_code_where_stdout_is_full(name, words, full, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(sys, "stdout", full)
+    assert code_of(name, "--json", *words.format(tmp=tmp_path).split()) == BAD_INPUT
+    *said, line = capsys.readouterr().err.splitlines()
+    assert said[0].startswith(("no_such_recipe: ", "RUN: "))
+    assert line.startswith("stdout: No space left on device")
+
+
+def test_a_failure_keeps_its_traceback_where_stdout_is_full(full, monkeypatch):
+    def fails(*_, **__):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr("verl_tim.bench.correction.make_batch", fails)
+    monkeypatch.setattr(sys, "stdout", full)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        app(["bench", "diagnosis", "--json"])
+
+
+def test_results_reach_stdout_by_one_way():
+    """So that each of the commands says what became of a result that stdout does not take."""
+    folder = Path(compare.__file__).parent
+    ways = re.compile(r"sys\.stdout|typer\.echo|(?<![\w.])print\(")
+    wrong = [str(file) for file in sorted(folder.rglob("*.py")) if ways.search(file.read_text(encoding="utf-8"))]
+    assert wrong == [str(folder / "output.py")]
+
+
 def test_work_that_fails_is_a_document_too(monkeypatch):
     def fails(*_, **__):
         raise RuntimeError("out of memory")
@@ -123,6 +204,11 @@ def test_work_that_fails_is_a_document_too(monkeypatch):
     assert problem["problem"] == "RuntimeError: out of memory"
     assert problem["key"].endswith("bench diagnosis")
     assert runner.invoke(app, ["bench", "diagnosis"]).stdout == ""
+
+
+def test_an_exception_without_words_is_named_by_its_class():
+    assert first_line(ValueError("\n  no \n yes")) == "no"
+    assert first_line(ConnectionError()) == "ConnectionError"
 
 
 def test_an_interrupt_of_an_import_is_a_document_too():

@@ -216,9 +216,15 @@ def test_places_of_rows_with_missing_tokens():
 
 
 def test_the_ratio_of_the_loss_can_be_left_out():
-    fields = {"advantages": [[1.0, -1.0, 1.0]], "log_prob": [[-1.5, -2.5, -0.5]]}
-    whole = metrics([[-1.0, -2.0, -1.0]], [[-1.1, -2.0, -1.0]], **fields)
-    less = metrics([[-1.0, -2.0, -1.0]], [[-1.1, -2.0, -1.0]], **fields, loss_ratio=False)
+    old, rollout = tensor([[-1.0, -2.0, -1.0]]), tensor([[-1.1, -2.0, -1.0]])
+    batch = BatchMismatch.of(
+        old_log_probs=old,
+        rollout_log_probs=rollout,
+        response_mask=torch.ones(1, 3),
+        advantages=tensor([[1.0, -1.0, 1.0]]),
+    )
+    log_prob = tensor([[-1.5, -2.5, -0.5]])
+    whole, less = batch.with_loss(log_prob=log_prob), batch.with_loss(log_prob=log_prob, loss_ratio=False)
     assert whole.keys() - less.keys() == {
         "tim/ppo_k1", "tim/ppo_k2", "tim/ppo_k3", "tim/clipped_share_pos_adv", "tim/clipped_share_neg_adv"
     }  # fmt: skip

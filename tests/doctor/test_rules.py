@@ -135,6 +135,13 @@ CASES = [
         {f"{ACTOR}.use_dynamic_bsz": True, **CONTRACT},
     ),
     Case("exact.attention-backends", f"{MODEL}.override_config.attn_implementation", {}, CONTRACT),
+    Case(
+        "start.padding",
+        f"{ENGINE}.pad_to_length_bucket",
+        {f"{ENGINE}.pad_to_length": True, f"{ENGINE}.pad_to_length_bucket": 100_000},
+        {f"{ENGINE}.pad_to_length": True, f"{ENGINE}.pad_to_length_bucket": 64},
+        base="vexact",
+    ),
     Case("start.contract", ATTENTION_KEY, {ATTENTION_KEY: "fa2"}, {ATTENTION_KEY: "fa3"}, base="vexact"),
     Case(
         "exact.fused-sequence-parallel",

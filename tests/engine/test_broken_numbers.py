@@ -21,10 +21,11 @@ def folder(tmp_path_factory):
     return save("qwen3", tmp_path_factory.mktemp("model"))
 
 
-def engine_of(folder, device) -> Engine:
+def engine_of(folder, device, **more) -> Engine:
     settings = {"page_size": 4, "kv_cache_tokens": 180, "max_num_seqs": 3, "max_model_len": 60, "watermark": 0.0}
     return Engine(
-        EngineConfig(str(folder), max_num_batched_tokens=13, enable_prefix_cache=True, **settings), device=device
+        EngineConfig(str(folder), max_num_batched_tokens=13, enable_prefix_cache=True, **settings, **more),
+        device=device,
     )
 
 
@@ -86,6 +87,46 @@ def test_other_requests_get_their_pages_clean(folder, device):
     before, after, checked = broken_run(folder, DEVICES[device]())
     assert after == before
     assert checked > 10
+
+
+@pytest.mark.parametrize("order", ["who computed first", "who found first", "at once"])
+def test_shared_pages_are_cleaned_after_who_computed_them(folder, order):
+    """Two of one prompt, broken weights, both aborted before a draw; who found the pages says nothing of them."""
+    engine = engine_of(folder, None, max_prefill_chunk=8)
+    good = [(name, weight.detach()) for name, weight in hf_model("qwen3").state_dict().items()]
+    engine.update_weights([(name, weight * float("nan")) for name, weight in good], 1)
+    prompt = random_prompts(1, 20, 20, VOCAB, seed=3)[0]
+    for name in ("computes", "finds"):
+        engine.add(name, prompt, SamplingParams(max_tokens=9))
+    assert engine.step() == []
+    assert engine.stats().prefix_hit_tokens == 8  # two pages, which are written in this very step
+    orders = {"who computed first": ["computes", "finds"], "who found first": ["finds", "computes"]}
+    for names in orders.get(order, [["computes", "finds"]]):
+        assert {output.finish_reason for output in engine.abort(names)} == {"abort"}
+    engine.update_weights(good, 2)
+    checked = watch(engine)
+    ask(engine, "d")
+    run_all(engine)
+    assert checked[0] > 10
+
+
+def test_pages_that_were_found_are_not_cleaned(folder):
+    """Those who computed them drew by them; who found them and was aborted leaves what it computed itself."""
+    engine = engine_of(folder, None)
+    prompt = random_prompts(1, 30, 30, VOCAB, seed=3)[0]  # seven full pages, and half of one
+    engine.add("computes", prompt, SamplingParams(max_tokens=1))
+    run_all(engine)
+    pool = engine._pool
+    assert not pool._unclean.any()
+    engine.add("finds", [*prompt[:16], *prompt[:14]], SamplingParams(max_tokens=9))
+    assert engine.step() == []  # 14 tokens are left to compute, of which a step takes 13
+    assert engine.stats().prefix_hit_tokens == 16
+    (table,) = engine._scheduler.rows.block_tables()
+    found, own = table[:4].copy(), table[4:].copy()
+    engine.abort("finds")
+    assert not pool._unclean[found].any()
+    assert pool._unclean[own].all()
+    assert len(own) == 4
 
 
 @pytest.mark.parametrize("seen", ["none", "errors only"])

@@ -57,6 +57,12 @@ def test_a_torn_shard_is_named(config_of, folder):
     assert "model.safetensors (" not in finding.problem
 
 
+def test_a_config_that_holds_no_keys(config_of, folder):
+    (folder / "config.json").write_text("[]")
+    found = findings(config_of(f"{MODEL}={folder}", "tim.deterministic=true", "routing_replay=r3"))
+    assert "config.json holds no keys" in found[MODEL].problem
+
+
 def test_weights_of_another_architecture(config_of, folder, tmp_path):
     shape = resolve_shape("qwen3_moe")
     other = init_model("qwen3_moe", shape, eos_token_id=1, pad_token_id=0, seed=0)
@@ -227,13 +233,20 @@ def reward_file(tmp_path):
         ("FILE", "null", "name", "is not given"),
         ("FILE", "weight", "name", "is no function"),
         ("BROKEN", "compute_score", "path", "SyntaxError"),
+        ("SCRIPT", "compute_score", "path", "SystemExit: 0"),
         ("pkg://verl_tim.tasks.no_such", "compute_score", "path", "No module named"),
+        ("pkg://my_misspelt", "compute_score", "path", "AttributeError: module 'math' has no attribute 'tua'"),
     ],
 )
-def test_a_reward_function_that_cannot_be_loaded(config_of, reward_file, tmp_path, group, path, name, at, words):
-    broken = tmp_path / "broken.py"
+def test_a_reward_function_that_cannot_be_loaded(
+    config_of, reward_file, tmp_path, monkeypatch, group, path, name, at, words
+):
+    broken, script = tmp_path / "broken.py", tmp_path / "script.py"
     broken.write_text("def compute_score(:\n")
-    path = {"FILE": reward_file, "BROKEN": broken}.get(path, path)
+    script.write_text("raise SystemExit(0)\n")
+    (tmp_path / "my_misspelt.py").write_text("import math\n\nFULL = math.tua\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    path = {"FILE": reward_file, "BROKEN": broken, "SCRIPT": script}.get(path, path)
     finding = only(reward.check(config_of(f"{group}.path={path}", f"{group}.name={name}")))
     assert finding.key == f"{group}.{at}"
     assert words in finding.problem

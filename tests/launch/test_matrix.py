@@ -217,6 +217,47 @@ def test_a_failure_keeps_none_from_running_and_a_second_start_does_what_is_left(
     assert list(prepared(other, ready)) == ["1"]
 
 
+def test_a_result_is_shown_once_the_run_is_written_down(matrix):
+    configs = {cell.name: OmegaConf.create({"tim": {"run_dir": "r"}}) for cell in matrix.cells}
+
+    def show(name):
+        shown.append((name, name in finished(matrix)))
+        if name == "2":
+            raise SystemExit(74)
+
+    shown = []
+    with pytest.raises(SystemExit):
+        run_all(matrix, configs, lambda config, name: 5 if name == "1" else 0, lambda line: None, show)
+    assert shown == [("1", False), ("2", True)]
+    assert set(finished(matrix)) == {"2"}
+
+
+def test_a_record_that_cannot_be_written_keeps_no_run_from_running(matrix, monkeypatch):
+    def refuse(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("verl_tim.launch.matrix.write_record", refuse)
+    configs = {cell.name: OmegaConf.create({"tim": {"run_dir": "r"}}) for cell in matrix.cells}
+    ran, said = [], []
+    assert run_all(matrix, configs, lambda config, name: ran.append(name) or 0, said.append) == 0
+    assert ran == ["1", "2", "3"]
+    assert sum("not written down" in line for line in said) == 3
+
+
+def test_a_run_that_cannot_be_started_keeps_none_from_running(matrix):
+    def run(config, name):
+        if name == "1":
+            raise LaunchError.of("tim.run_dir", "was taken just now", "give another")
+        ran.append(name)
+        return 7 if name == "2" else 0
+
+    configs = {cell.name: OmegaConf.create({"tim": {"run_dir": "r"}}) for cell in matrix.cells}
+    ran, said, shown = [], [], []
+    assert run_all(matrix, configs, run, said.append, shown.append) == 1
+    assert ran == shown == ["2", "3"]
+    assert any("1 could not be started: tim.run_dir: was taken just now" in line for line in said)
+
+
 def test_ctrl_c_ends_the_matrix(matrix):
     ran = []
 

@@ -9,8 +9,10 @@ import pytest
 from omegaconf import OmegaConf
 
 from verl_tim.launch import restarts
+from verl_tim.launch.errors import LaunchError
 from verl_tim.launch.process import Outcome, Step
 from verl_tim.launch.restarts import is_infrastructure, joined, resuming, run_with_restarts
+from verl_tim.launch.run_folder import State
 
 DIED = ("verl_tim.training.processes.ProcessDied: actor 1 on node 10.0.0.2 (b, 1f), pid 7 died: SYSTEM_ERROR",)
 ACTOR_DIED = (
@@ -105,6 +107,28 @@ def test_the_next_attempt_goes_on_from_the_checkpoint_and_says_so(config, tmp_pa
         (2, 0, 5, 8),
     ]
     assert entries[0]["cause"] == list(DIED)
+
+
+def test_a_list_that_cannot_be_written_hides_no_cause(config, monkeypatch):
+    def refuse(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("verl_tim.launch.restarts.write_whole", refuse)
+    said = []
+    last = run_with_restarts(config, lambda _: outcome(3, ("OSError: no room",), last=5), said.append)
+    assert (last.exit_code, last.cause) == (3, ("OSError: no room",))
+    assert any("No space left on device: how this attempt ended is not written down" in line for line in said)
+
+
+def test_what_cannot_be_removed_is_named(config, monkeypatch):
+    def refuse(folder):
+        raise PermissionError(13, "Permission denied", str(folder / "train.log"))
+
+    monkeypatch.setattr(restarts, "state_of", lambda *_, **__: (State.UNFINISHED, ""))
+    monkeypatch.setattr(restarts.shutil, "rmtree", refuse)
+    with pytest.raises(LaunchError, match=r"cannot be removed: .*Permission denied") as caught:
+        restarts.again(config)
+    assert caught.value.findings[0].key == "tim.run_dir"
 
 
 def test_the_limit_holds(config):

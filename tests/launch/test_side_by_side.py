@@ -15,10 +15,11 @@ from omegaconf import OmegaConf
 
 from verl_tim.launch import process, side_by_side
 from verl_tim.launch.errors import LaunchError
+from verl_tim.launch.exit_code import TIME_IS_UP
 from verl_tim.launch.matrix import Cell, Matrix, finished, prepared, run_all
 from verl_tim.launch.recipes import find_recipe
 from verl_tim.launch.record import held
-from verl_tim.launch.side_by_side import TIME_IS_UP, State, run_side_by_side, took
+from verl_tim.launch.side_by_side import State, run_side_by_side, took
 
 # A run: a grandchild that would outlive it, `steps` lines of metrics, and the exit code that its folder's name says.
 VERL = """

@@ -23,6 +23,10 @@ ACTOR, ROLLOUT = "actor_rollout_ref__actor", "actor_rollout_ref__rollout"
         ({f"{ROLLOUT}__gpu_memory_utilization": 1.5}, "gpu_memory_utilization"),
         ({f"{ACTOR}__ulysses_sequence_parallel_size": 2}, "actor.ulysses_sequence_parallel_size"),
         ({f"{ACTOR}__fsdp_config__ulysses_sequence_parallel_size": 2}, "fsdp_config.ulysses_sequence_parallel_size"),
+        (
+            {f"{ACTOR}__ulysses_sequence_parallel_size": 0, f"{ACTOR}__fsdp_config__ulysses_sequence_parallel_size": 2},
+            "fsdp_config.ulysses_sequence_parallel_size",
+        ),
         ({f"{ACTOR}__ppo_mini_batch_size": 48}, "ppo_mini_batch_size"),
         ({"trainer__nnodes": 3}, "trainer.nnodes"),
         ({f"{ACTOR}__ppo_max_token_len_per_gpu": 4096}, "ppo_max_token_len_per_gpu"),

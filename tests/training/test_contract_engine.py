@@ -192,6 +192,8 @@ def test_what_would_bypass_the_contract_is_refused(folders, process_group, monke
         ({"ulysses_sequence_parallel_size": 2}, "actor.fsdp_config.ulysses_sequence_parallel_size=2"),
         ({"ulysses_sequence_parallel_size": 2, "forward_only": True}, "ref.fsdp_config.ulysses_sequence_parallel_size"),
         ({"mixed_precision": {"param_dtype": "fp16"}}, "param_dtype"),
+        ({"pad_to_length": True}, "actor.fsdp_config.pad_to_length_bucket.*1023 tokens.*pad_to_length=false"),
+        ({"pad_to_length": True, "forward_only": True}, "ref.fsdp_config.pad_to_length_bucket"),
     ],
 )
 def test_engine_settings_that_the_contract_cannot_hold_with(folders, process_group, monkeypatch, changes, named):

@@ -75,6 +75,44 @@ def test_verls_worker_group_is_given_the_range():
     assert asked[1][2] is None or asked[1][2][0] >= 20000
 
 
+@pytest.fixture
+def bound(ephemeral):
+    """verl's own search, in a process that Ray would have on the first rank's node; given the socket it tries with."""
+    from verl.single_controller.ray import base
+
+    ephemeral("32768\t60999\n")
+
+    class RayWorkerGroup:
+        def _get_master_addr_port(self, pg, bundle_index=0, master_port_range=None):
+            base.get_master_addr_port._function(master_port_range)
+
+    module = SimpleNamespace(RayWorkerGroup=RayWorkerGroup)
+    master_port.keep_ports_apart(module)
+    return RayWorkerGroup()
+
+
+class NoSocket:
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def bind(self, address):
+        raise PermissionError(13, "Permission denied")
+
+
+def test_a_node_that_lets_none_of_them_be_bound_is_told_of(bound, monkeypatch):
+    from verl.single_controller.ray import base
+
+    bound._get_master_addr_port("pg")  # here one can
+    monkeypatch.setattr(base, "socket", SimpleNamespace(socket=NoSocket))
+    with pytest.raises(RuntimeError, match=r"first rank's node, and none of 2\d{4} to 2\d{4} can be bound there: free"):
+        bound._get_master_addr_port("pg")
+    with pytest.raises(RuntimeError, match=r"^Could not find a free port in range \[7, 9\]"):
+        bound._get_master_addr_port("pg", master_port_range=[7, 9])
+
+
 def test_it_is_patched_in_verl():
     from verl.single_controller.ray.base import RayWorkerGroup
 

@@ -125,6 +125,11 @@ def full(key: str) -> str:
         (["ref.ulysses_sequence_parallel_size=2"], "ref.ulysses_sequence_parallel_size", "sequence parallelism"),
         (["ref.fsdp_config.ulysses_sequence_parallel_size=2"],
          "ref.fsdp_config.ulysses_sequence_parallel_size", "sequence parallelism"),
+        (["actor.fsdp_config.pad_to_length=true", "actor.fsdp_config.pad_to_length_bucket=130"],
+         "actor.fsdp_config.pad_to_length_bucket", "actor.fsdp_config.pad_to_length=false"),
+        (["ref.fsdp_config.pad_to_length=true"],
+         "ref.fsdp_config.pad_to_length_bucket", "at most 128"),
+        (["actor.pad_to_length=true"], "actor.fsdp_config.pad_to_length_bucket", "1023 tokens of padding"),
         (["rollout.dtype=float32"], "rollout.dtype", "bfloat16"),
         (["rollout.data_parallel_size=2"], "rollout.data_parallel_size=2", "cannot do this"),
         (["rollout.tensor_model_parallel_size=2"],
@@ -160,6 +165,14 @@ def test_each_deviation_is_named(config_of, overrides, key, says):
     assert finding.remedy
     with pytest.raises(ConfigError, match="this run cannot work"):
         check(config_of(*overrides))
+
+
+def test_padding_within_the_context_is_fine(config_of):
+    pads, bucket = full("actor.pad_to_length=true"), full("actor.fsdp_config.pad_to_length_bucket=")
+    assert findings(config_of(pads, f"{bucket}129")) == []
+    assert findings(config_of(f"{bucket}4096")) == []
+    stock = [full("model.use_fused_kernels=false"), full("model.fused_kernel_options.impl_backend=torch")]
+    assert findings(config_of(pads, f"{bucket}4096", *stock)) == [], "verl's own forward takes any position"
 
 
 def test_the_asynchronous_trainers_may_start(config_of):

@@ -114,6 +114,15 @@ def test_a_dump_is_compared_in_one_dtype(random_models, dump_of_twelve, tmp_path
         assert [subject["dtype"] for subject in json.loads(result.stdout)["subjects"]] == [dtype]
 
 
+@pytest.mark.parametrize("taken", ["layers.json", "layers.html"])
+def test_a_place_of_layers_that_is_taken_is_named(random_models, tmp_path, taken):
+    (tmp_path / taken).mkdir()
+    words = ["--layers", "--dtype", "float32", "--requests", "4", "--tokens", "4", "--out", str(tmp_path)]
+    result = verify(random_models["qwen3"], *words)
+    assert result.exit_code == 2, result.output
+    assert "--out: cannot write" in result.stderr
+
+
 def test_bad_input_is_named(random_models, tmp_path):
     model = random_models["qwen3"]
     np.savez(tmp_path / "empty.npz", tokens=np.zeros(3))

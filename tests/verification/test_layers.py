@@ -138,6 +138,19 @@ def test_bfloat16_values_out_of_a_file_that_has_no_bfloat16_are_counted_so_too()
     assert op.keys().isdisjoint(("max_steps", "narrow"))
 
 
+def test_expert_ids_have_no_ulp():
+    made = LayerReport("a", "b")
+    ids = one("model.layers.0.mlp.routes", 3, dtype=torch.int64)
+    other = {name: x.clone() for name, x in ids.items()}
+    other["model.layers.0.mlp.routes"][1, 2] = 7
+    made.add(other, ids, tokens=4)
+    (op,) = made.to_dict()["ops"]
+    assert (op["differing"], op["elements"], op["first"]) == (1, 12, (0, 1))
+    sizes = ("max_abs", "sum_abs", "mean_abs", "max_rel", "sum_rel", "mean_rel", "max_ulp", "ulp_format")
+    assert [op[name] for name in sizes] == [None] * len(sizes)
+    assert made.summary().endswith("position 1: 1 of 12 expert ids")
+
+
 def test_bad_sides_are_refused():
     with pytest.raises(LayersError, match="no result in common"):
         LayerReport("a", "b").add(one("x"), one("y"), tokens=4)

@@ -186,6 +186,21 @@ def test_bad_prompts_are_named(random_models, tmp_path):
             read_prompts([path], tokenizer, limit=1)
 
 
+def test_a_dump_without_a_folder_is_refused_before_the_work(random_models, data, tmp_path):
+    words = ["probe", random_models["qwen3"], "--data", str(data), "--out", str(tmp_path)]
+    result = runner.invoke(app, [*words, "--dump", str(tmp_path / "none" / "a.npz")])
+    assert result.exit_code == 2, result.output
+    assert "--dump: there is no folder" in result.stderr
+
+
+def test_a_place_that_is_taken_is_named(random_models, data, tmp_path):
+    (tmp_path / "probe.json").mkdir()
+    words = ["--prompts", "1", "--max-tokens", "2", "--dtype", "float32", "--out", str(tmp_path)]
+    result = runner.invoke(app, ["probe", random_models["qwen3"], "--data", str(data), *words])
+    assert result.exit_code == 2, result.output
+    assert "--out: cannot write" in result.stderr
+
+
 def test_missing_data_is_exit_code_2(random_models, tmp_path):
     result = runner.invoke(app, ["probe", random_models["qwen3"], "--data", str(tmp_path / "none.parquet")])
     assert result.exit_code == 2

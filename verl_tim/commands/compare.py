@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from verl_tim.commands.output import bad_input, print_json, stderr, stdout, writing
+from verl_tim.commands.output import bad_input, first_line, print_json, stderr, stdout, writing
 
 if TYPE_CHECKING:
     from verl_tim.diagnosis.compare import Comparison, Options
@@ -94,7 +94,7 @@ def _send(comparison: Comparison, paths: list[Path], folder: Path, project: str 
         if not type(error).__module__.startswith("wandb"):
             raise
         remedy = "wandb login, or WANDB_MODE=offline and later wandb sync"
-        raise LaunchError.of("--wandb", str(error).splitlines()[0], remedy) from error
+        raise LaunchError.of("--wandb", first_line(error), remedy) from error
 
 
 def compare_runs(runs: list[Path], names: list[str] | None = None, options: Options | None = None) -> Comparison:

@@ -193,11 +193,12 @@ def parse_settings(option: str, words: list[str] | None) -> dict:
     from verl_tim.launch.errors import LaunchError
 
     settings = {}
-    for word in words or []:
-        name, equals, value = word.partition("=")
-        if not equals:
-            raise LaunchError.of(option, f"{word!r} is no setting", f"write {option} NAME=VALUE")
-        settings[name] = yaml.safe_load(value)
+    for name, value in _pairs(option, words).items():
+        try:
+            settings[name] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            problem = f"{name}={value} is no YAML value ({getattr(error, 'problem', None) or error})"
+            raise LaunchError.of(option, problem, "write a number, a word, or a closed list: NAME=[1, 2]") from error
     return settings
 
 

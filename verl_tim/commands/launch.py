@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from verl_tim.commands.output import bad_input, stderr
+from verl_tim.commands.output import bad_input, print_text, stderr, writing
 
 if TYPE_CHECKING:
     from verl_tim.launchers.job import Job
@@ -84,14 +83,11 @@ def _launch(launcher: str, words: list[str], output: Path | None, *, submit: boo
             ) from error
     _say(job, tools)
     if output is not None:
-        with bad_input():
-            try:
-                output.write_text(text, encoding="utf-8")
-            except OSError as error:
-                raise LaunchError.of("--output", str(error), "give a file that can be written") from error
+        with bad_input(), writing("--output"):
+            output.write_text(text, encoding="utf-8")
         stderr().print(f"[dim]written: {output}[/]", soft_wrap=True)
     elif not submit:
-        sys.stdout.write(text)
+        print_text(text)
     if submit:
         with tempfile.TemporaryDirectory(prefix="verl-tim-launch-") as folder, bad_input():
             file = output

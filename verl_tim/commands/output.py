@@ -1,20 +1,24 @@
 """What every command prints with: results on stdout, everything else on stderr, so that --json can be piped.
 
 With --json there is one document on stdout, also where there is no result: `CommandWithJson` sees to that for all.
+A stdout that takes no more (a full disk, a closed pipe) ends a command with one line and an exit code of its own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TextIO
+from typing import IO, Any, cast
 
 import typer
 from rich.console import Console
 from typer.core import TyperCommand
+
+from verl_tim.launch.exit_code import INTERRUPTED, RESULT_LOST
 
 # The exit code of a command that was asked for something it cannot do.
 BAD_INPUT = 2
@@ -24,9 +28,54 @@ BAD_INPUT = 2
 _UNSEEN_WIDTH = 240
 
 
+class ResultLost(typer.Exit):
+    """Ends a command whose result stdout would not take; the line on stderr is written."""
+
+    def __init__(self, error: OSError | None) -> None:
+        super().__init__(RESULT_LOST)
+        reason = "it is closed" if error is None else error.strerror or error
+        # stderr may be the same full disk; the exit code still says it
+        with contextlib.suppress(OSError):
+            line = f"stdout: {reason}: the result is lost; run it again into a file or pipe that takes it"
+            stderr().print(line, markup=False, soft_wrap=True)
+
+
+class _Results:
+    """sys.stdout, for results: what it would not take raises `ResultLost`."""
+
+    def write(self, text: str) -> int:
+        if sys.stdout is None:  # the caller's >&-
+            raise ResultLost(None)
+        try:
+            written = sys.stdout.write(text)
+            sys.stdout.flush()
+        except OSError as error:
+            _drop_the_rest()
+            raise ResultLost(error) from None
+        return written
+
+    def flush(self) -> None:
+        """Nothing is left: `write` flushes."""
+
+    def isatty(self) -> bool:
+        return sys.stdout is not None and sys.stdout.isatty()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(sys.stdout, name)
+
+
+def _drop_the_rest() -> None:
+    """What stdout still holds, the interpreter would try to write once more at its end, and complain."""
+    with contextlib.suppress(OSError):  # a stdout without a file behind it, as tests have
+        number = sys.stdout.fileno()
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, number)
+        os.close(nowhere)
+
+
 def stdout() -> Console:
     """Console for results."""
-    return _console(sys.stdout)
+    return _console(cast(IO[str], _Results()))
 
 
 def stderr() -> Console:
@@ -34,15 +83,20 @@ def stderr() -> Console:
     return _console(sys.stderr)
 
 
-def _console(stream: TextIO) -> Console:
-    """As wide as the terminal, or as COLUMNS says."""
-    told = stream.isatty() or "COLUMNS" in os.environ
+def _console(stream: IO[str] | None) -> Console:
+    """As wide as the terminal, or as COLUMNS says; of a stream that the caller closed, None."""
+    told = "COLUMNS" in os.environ or (stream is not None and stream.isatty())
     return Console(file=stream, highlight=False, width=None if told else _UNSEEN_WIDTH)
 
 
 def print_json(value: Any) -> None:
     """One JSON document on stdout, nothing else: a command calls it once, as the last thing that can fail."""
-    sys.stdout.write(json.dumps(value, indent=2) + "\n")
+    print_text(json.dumps(value, indent=2) + "\n")
+
+
+def print_text(text: str) -> None:
+    """Text on stdout as it is."""
+    _Results().write(text)
 
 
 def table(title: str | None, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
@@ -89,8 +143,6 @@ class CommandWithJson(TyperCommand):
         except (typer.Exit, typer.Abort, typer.BadParameter):
             raise  # a result's exit code, or a usage error of typer's
         except KeyboardInterrupt:
-            from verl_tim.launch.exit_code import INTERRUPTED
-
             _print_end(ctx, INTERRUPTED, "it was interrupted, and has no result", "run it again")
             raise  # typer ends with that code, too
         except Exception as error:
@@ -107,7 +159,9 @@ def _print_end(ctx: Any, exit_code: int, problem: str, remedy: str) -> None:
 
 def _print_error(exit_code: int, findings: Sequence[Any]) -> None:
     problems = [{"key": one.key, "problem": one.problem, "remedy": one.remedy} for one in findings]
-    print_json({"error": {"exit_code": exit_code, "problems": problems}})
+    # said on stderr, and the exit code stays the failure's
+    with contextlib.suppress(ResultLost):
+        print_json({"error": {"exit_code": exit_code, "problems": problems}})
 
 
 @contextmanager
@@ -142,3 +196,8 @@ def report(findings: Sequence[Any], *, colour: str = "red") -> None:
     for finding in findings:
         console.print(Text.assemble((f"{finding.key}: ", f"bold {colour}"), finding.problem))
         console.print(Text.assemble(("  -> ", "bold"), finding.remedy))
+
+
+def first_line(error: BaseException) -> str:
+    """What a library's exception says first; its class, where it says nothing."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from verl_tim.commands.output import bad_input, print_json, stderr, stdout, table
+from verl_tim.commands.output import bad_input, print_json, print_text, stderr, stdout, table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -65,7 +65,7 @@ def command(
             from verl_tim.planning.scaling import forecasts, markdown
 
             rows = forecasts(chosen)
-            print_json([row.to_mapping() for row in rows]) if as_json else typer.echo(markdown(rows))
+            print_json([row.to_mapping() for row in rows]) if as_json else print_text(markdown(rows) + "\n")
         else:
             _plan(words or [], chosen, shape, mean_prompt, mean_response, steps, as_json)
 

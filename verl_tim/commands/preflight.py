@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from verl_tim.commands.output import bad_input, print_json, stderr, stdout
+from verl_tim.commands.output import bad_input, first_line, print_json, stderr, stdout
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -141,7 +141,7 @@ def _ray(config: DictConfig | None, address: str | None) -> Iterator[None]:
     except (ConnectionError, RuntimeError, ValueError, TypeError) as error:
         raise LaunchError.of(
             "ray_kwargs.ray_init.address" if address else "ray_kwargs.ray_init",
-            f"{address or 'a Ray of its own'}: {str(error).strip().splitlines()[0]}",
+            f"{address or 'a Ray of its own'}: {first_line(error)}",
             "start Ray (ray start --head), give its --address, or leave the address out for this machine alone",
         ) from error
     try:

@@ -78,8 +78,9 @@ def command(
     json_path = out / "probe.json"
     import json
 
-    json_path.write_text(json.dumps(report.to_dict(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    html_path = report.page().write(out / "probe.html")
+    with bad_input(), writing():
+        json_path.write_text(json.dumps(report.to_dict(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        html_path = report.page().write(out / "probe.html")
     if as_json:
         print_json(report.to_dict())
     else:
@@ -113,6 +114,7 @@ def run(settings: ProbeSettings, *, dump: Path | None = None, hidden: int = 0) -
     from transformers import AutoTokenizer
 
     from verl_tim.commands.progress import Work
+    from verl_tim.commands.verify import refuse_unreadable
     from verl_tim.engine.errors import EngineConfigError, RequestError
     from verl_tim.launch.errors import LaunchError
     from verl_tim.models import ModelError
@@ -131,6 +133,9 @@ def run(settings: ProbeSettings, *, dump: Path | None = None, hidden: int = 0) -
             f"{dump.suffix or 'no suffix'} cannot hold that",
             "write .safetensors or .npz (.parquet: no --hidden)",
         )
+    if dump is not None and not dump.absolute().parent.is_dir():
+        raise LaunchError.of("--dump", f"there is no folder {dump.absolute().parent}", "make it, or give another file")
+    refuse_unreadable(settings.model, "config", "tokenizer")
     tokenizer = AutoTokenizer.from_pretrained(settings.model)
     try:
         prompts = read_prompts(settings.data, tokenizer, limit=settings.prompts)
@@ -144,7 +149,8 @@ def run(settings: ProbeSettings, *, dump: Path | None = None, hidden: int = 0) -
                     batches.append(batch)
                     work.advance()
             if dump is not None:
-                write_dump(dump, side.dumped([answer for batch in batches for answer in batch], hidden))
+                with writing("--dump"):
+                    write_dump(dump, side.dumped([answer for batch in batches for answer in batch], hidden))
             del side
             gc.collect()
             trainer = InProcessTrainer(settings.model, dtype=settings.dtype, numerics=settings.trainer)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from verl_tim.commands.output import Failure, bad_input, print_json, stderr, stdout, table
+from verl_tim.commands.output import Failure, bad_input, print_json, stderr, stdout, table, writing
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -58,7 +58,8 @@ def command(
 
     with bad_input():
         comparison = compare_runs([folder / rollout for rollout in ROLLOUTS])
-    json_path, html_path = comparison.write(folder)
+    with bad_input(), writing("--dir"):
+        json_path, html_path = comparison.write(folder)
     seconds = time.monotonic() - started
     if as_json:
         print_json(
@@ -140,7 +141,8 @@ def verify(run_dir: Path, result: Path) -> dict[str, Any]:
         text=True,
         check=False,
     )
-    result.write_text(process.stdout, encoding="utf-8")
+    with bad_input(), writing("--dir"):
+        result.write_text(process.stdout, encoding="utf-8")
     passed = process.returncode == 0
     stderr().print(
         ("[green]every bit agrees[/]" if passed else f"[bold red]verify ended with {process.returncode}[/]")

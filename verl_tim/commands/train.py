@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from verl_tim.commands.output import bad_input, print_json, stderr, stdout, table
+from verl_tim.commands.output import bad_input, print_json, print_text, stderr, stdout, table
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -69,13 +69,13 @@ def command(
     if dry_run:
         from omegaconf import OmegaConf
 
-        print_json(OmegaConf.to_container(config)) if as_json else typer.echo(OmegaConf.to_yaml(config))
+        print_json(OmegaConf.to_container(config)) if as_json else print_text(OmegaConf.to_yaml(config))
         return
     with bad_input():
         outcome = run(config, label=str(config.trainer.experiment_name))
-    print_json(summary(config, outcome)) if as_json else show(config, outcome)
     if outcome.exit_code != 0:
         explain_failure(outcome)
+    print_json(summary(config, outcome)) if as_json else show(config, outcome)
     raise typer.Exit(outcome.exit_code)
 
 
@@ -103,28 +103,46 @@ def _several(overrides: list[str], limits: tuple[int, float | None] | None, *, d
         if limits is not None and not dry_run:
             return _side_by_side(matrix, limits, began, as_json=as_json)
         stderr().print("[dim]composing and checking every run[/]")
+        others = _tell_changed(matrix)
         configs = prepared(matrix, ready_of)
     if dry_run:
-        _list_runs(matrix, set(configs), as_json=as_json)
+        _list_runs(matrix, set(configs), others, as_json=as_json)
         return 0
 
-    summaries: list[dict[str, Any]] = []
+    ended: dict[str, Outcome] = {}
 
     def one(config: DictConfig, name: str) -> int:
-        outcome = run(again(config), label=name)
-        if as_json:
-            summaries.append({"run": name, **summary(config, outcome)})
-        else:
-            show(config, outcome)
+        ended[name] = outcome = run(again(config), label=name)
         if outcome.exit_code != 0:
             explain_failure(outcome)
         return outcome.exit_code
 
+    def say(line: str) -> None:
+        stderr().print(line, markup=False, soft_wrap=True)
+
+    def shown(name: str) -> None:
+        if not as_json:
+            show(configs[name], ended[name])
+
     with bad_input():
-        code = run_all(matrix, configs, one, lambda line: stderr().print(line, markup=False, soft_wrap=True))
+        code = run_all(matrix, configs, one, say, shown)
     if as_json:
-        print_json({"exit_code": code, "folder": str(matrix.folder), "runs": summaries})
+        runs = [{"run": name, **summary(configs[name], outcome)} for name, outcome in ended.items()]
+        not_run = [name for name in configs if name not in ended]
+        found = {"exit_code": code, "folder": str(matrix.folder), "changed": others}
+        print_json({**found, "runs": runs, "not_run": not_run})
     return code
+
+
+def _tell_changed(matrix: Matrix) -> dict[str, dict[str, Any]]:
+    """Finished runs that would be others now, said on stderr: run -> key -> its values then and now."""
+    from verl_tim.launch.changed import as_json, changed, in_words
+    from verl_tim.launch.start import composed_of
+
+    found = changed(matrix, composed_of)
+    for line in in_words(matrix, found):
+        stderr().print(line, style="yellow", markup=False, soft_wrap=True)
+    return as_json(found)
 
 
 def _side_by_side(matrix: Matrix, limits: tuple[int, float | None], began: float, *, as_json: bool) -> int:
@@ -133,10 +151,10 @@ def _side_by_side(matrix: Matrix, limits: tuple[int, float | None], began: float
     Composing the runs, and making models and data, is part of the time, and is ended with it.
     """
     from verl_tim.commands.several import RunsProgress, failures, runs_table
-    from verl_tim.launch.exit_code import INTERRUPTED
+    from verl_tim.launch.exit_code import INTERRUPTED, TIME_IS_UP
     from verl_tim.launch.matrix import prepared, unfinished
     from verl_tim.launch.process import TimeIsUp, stop_requests, within
-    from verl_tim.launch.side_by_side import TIME_IS_UP, at_first, run_side_by_side
+    from verl_tim.launch.side_by_side import at_first, run_side_by_side
     from verl_tim.launch.start import ready_of
 
     at_once, minutes = limits
@@ -146,8 +164,10 @@ def _side_by_side(matrix: Matrix, limits: tuple[int, float | None], began: float
 
     stderr().print("[dim]composing and checking every run[/]")
     states: list[RunState] = []
+    others: dict[str, dict[str, Any]] = {}
     try:
         with stop_requests(), within(left()):
+            others = _tell_changed(matrix)
             configs = prepared(matrix, ready_of)
         with RunsProgress(stderr()) as progress:
             states, code = run_side_by_side(
@@ -160,7 +180,8 @@ def _side_by_side(matrix: Matrix, limits: tuple[int, float | None], began: float
         code = INTERRUPTED
     states = states or at_first(matrix, {cell.name: None for cell in unfinished(matrix)})
     if as_json:
-        print_json({"exit_code": code, "folder": str(matrix.folder), "runs": [state.to_dict() for state in states]})
+        runs = [state.to_dict() for state in states]
+        print_json({"exit_code": code, "folder": str(matrix.folder), "changed": others, "runs": runs})
     else:
         stdout().print(runs_table(states, title=str(matrix.folder)))
     for line in failures(states):
@@ -168,10 +189,18 @@ def _side_by_side(matrix: Matrix, limits: tuple[int, float | None], began: float
     return code
 
 
-def _list_runs(matrix: Matrix, left: set[str], *, as_json: bool) -> None:
+def _list_runs(matrix: Matrix, left: set[str], others: dict[str, dict[str, Any]], *, as_json: bool) -> None:
     if as_json:
         print_json(
-            [{"run": cell.name, "done": cell.name not in left, "overrides": cell.words} for cell in matrix.cells]
+            [
+                {
+                    "run": cell.name,
+                    "done": cell.name not in left,
+                    "changed": others.get(cell.name, {}),
+                    "overrides": cell.words,
+                }
+                for cell in matrix.cells
+            ]
         )
         return
     # the last three overrides are the run's group at trackers, its name and its folder

@@ -313,9 +313,13 @@ def _subject(subject: str, rollout: str | None, dtypes: tuple[str, ...] | None) 
 def _run_target(folder: Path, rollout: str | None, dtypes: tuple[str, ...] | None) -> Target:
     from omegaconf import OmegaConf
 
+    from verl_tim.diagnosis.run_folder import RunFolder, RunFolderError
     from verl_tim.launch.errors import LaunchError
 
-    config = OmegaConf.load(folder / "config.yaml")
+    try:
+        config = OmegaConf.create(RunFolder(folder).config() or {})
+    except RunFolderError as error:
+        raise LaunchError.of("RUN|MODEL", str(error), "give the run's model folder instead") from error
     name = rollout or str(OmegaConf.select(config, "actor_rollout_ref.rollout.name"))
     if name not in ROLLOUTS:
         raise LaunchError.of(
@@ -337,14 +341,27 @@ def _run_target(folder: Path, rollout: str | None, dtypes: tuple[str, ...] | Non
     return Target(str(folder), str(path), name, dtypes or (run_dtype,), tuple(str(file) for file in files))
 
 
-def check_model(folder: Path) -> None:
+def check_model(folder: Path, key: str = "MODEL") -> None:
+    """Raise LaunchError, of the argument or option that named it, for a folder without a model that is supported."""
     from verl_tim.launch.errors import LaunchError
     from verl_tim.models import ModelError, load_model_config
 
     try:
         load_model_config(folder)
     except ModelError as error:
-        raise LaunchError.of("MODEL", str(error), "give a Hugging Face folder of a supported architecture") from error
+        raise LaunchError.of(key, str(error), "give a Hugging Face folder of a supported architecture") from error
+
+
+def refuse_unreadable(model: str, *parts: str) -> None:
+    """Raise LaunchError for a model folder whose config or tokenizer (`parts`) transformers cannot read."""
+    from verl_tim.launch.checks.model import load_error
+    from verl_tim.launch.errors import LaunchError
+
+    for part in parts:
+        error = load_error(model, part, False)
+        if error:
+            remedy = f"give a Hugging Face folder with a {part} that transformers reads"
+            raise LaunchError.of("MODEL", f"{model}: the {part} cannot be read ({error})", remedy)
 
 
 def planted(name: str | None, known: Mapping[str, Fault]) -> contextlib.AbstractContextManager[None]:
@@ -418,6 +435,7 @@ def prompts_of(target: Target) -> list[Any] | None:
     from verl_tim.launch.errors import LaunchError
     from verl_tim.verification.prompts import PromptError, read_prompts
 
+    refuse_unreadable(target.model_path, "tokenizer")
     tokenizer = AutoTokenizer.from_pretrained(target.model_path)
     try:
         return list(read_prompts(target.prompt_files, tokenizer, limit=PROMPTS_PER_FILE))

@@ -176,14 +176,16 @@ def compare_layers(options: Options, out: Path, as_json: bool) -> int:
                     ) from error
                 failed |= subject.exact and options.dump is None and report.first is not None
                 stem = "layers" if not reports else f"layers_{len(reports)}"
-                report.page().write(out / f"{stem}.html")
+                with writing():
+                    report.page().write(out / f"{stem}.html")
                 reports.append({"subject": target.label, "dtype": dtype, "page": f"{stem}.html", **report.to_dict()})
                 if not as_json:
                     stdout().print(f"{target.label}, {dtype}")
                     stdout().print(report.table())
                     stdout().print(report.summary() + "\n", soft_wrap=True)
     content = {"passed": not failed, "exit_code": int(failed), "planted": options.plant, "subjects": reports}
-    (out / "layers.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    with writing():
+        (out / "layers.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     if as_json:
         print_json(content)
     stderr().print(f"pages and JSON: {out.absolute()}", soft_wrap=True)

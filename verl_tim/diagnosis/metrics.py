@@ -59,7 +59,6 @@ def mismatch_metrics(
     num_experts: int | None = None,
     longest_response: int | None = None,
     spearman_sample: int | None = None,
-    loss_ratio: bool = True,
 ) -> dict[str, float]:
     """Mismatch metrics of one batch, as plain floats under `tim/`.
 
@@ -84,8 +83,6 @@ def mismatch_metrics(
         longest_response: tokens of which the bins of length are tenths; None: T, the width of the batch, which is
             another one in each step where batches are padded to their own longest row.
         spearman_sample: of more tokens than that, `delta_adv_spearman` is that of so many, drawn with a fixed seed.
-        loss_ratio: False leaves out `ppo_k*` and `clipped_share_*`, for a caller that has them of every mini-batch
-            (`LossRatioSums`).
 
     Returns:
         name -> value, never NaN or infinite: what has no value in this batch is left out. With no valid token only
@@ -119,7 +116,6 @@ def mismatch_metrics(
         clip_ratio_high=clip_ratio_high,
         bypass=bypass,
         kept_mask=kept_mask,
-        loss_ratio=loss_ratio,
     )
 
 
@@ -219,7 +215,12 @@ class BatchMismatch:
         kept_mask: Tensor | None = None,
         loss_ratio: bool = True,
     ) -> dict[str, float]:
-        """All metrics of `mismatch_metrics`; arguments and errors as there."""
+        """All metrics of `mismatch_metrics`; arguments and errors as there.
+
+        Args:
+            loss_ratio: False leaves out `ppo_k*` and `clipped_share_*`, for a caller that has them of every mini-batch
+                (`LossRatioSums`), where `log_prob` is the last one's.
+        """
         _check_clip(clip_ratio_low, clip_ratio_high)
         tokens = self.tokens
         log_prob_N = None if log_prob is None else tokens.gather("log_prob", log_prob, floating=True)

@@ -15,8 +15,9 @@ from verl_tim.correction import ConfigError, RolloutCorrectionConfig, Underscore
 from verl_tim.doctor.machine import Gpu, Machine
 from verl_tim.doctor.rule import ACTOR, ENVIRONMENT, MODEL, ROLLOUT
 from verl_tim.launch.prepare import complete
+from verl_tim.sequence_parallel import sequence_parallel
 from verl_tim.training import start_checks
-from verl_tim.training.config import sequence_parallel, uses_verl_tim
+from verl_tim.training.config import uses_verl_tim
 from verl_tim.training.correction_config import LOSS_MODE_KEY, of_run
 from verl_tim.training.dtypes import canonical
 

@@ -22,7 +22,7 @@ from collections import OrderedDict
 
 import numpy as np
 
-_NULL_PAGE = np.zeros(1, np.int64)
+NULL_PAGE = np.zeros(1, np.int64)
 _NO_PAGES = np.empty(0, np.int64)
 
 
@@ -106,7 +106,7 @@ class PagePool:
         """What is to be zeroed before the next step: the unclean ones of the pages that were allocated since the last
         call, and of the null page. They count as clean from now on.
         """
-        self._note_unclean(_NULL_PAGE)
+        self._note_unclean(NULL_PAGE)
         if not self._to_clean:
             return _NO_PAGES
         pages = np.concatenate(self._to_clean)

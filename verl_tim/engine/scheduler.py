@@ -30,7 +30,7 @@ import numpy as np
 
 from verl_tim.engine.core import FinishReason, Request, RequestOutput, RequestState
 from verl_tim.engine.errors import RequestError
-from verl_tim.engine.kv_cache import PagePool
+from verl_tim.engine.kv_cache import NULL_PAGE, PagePool
 from verl_tim.engine.page_routes import PageRoutes, merged
 from verl_tim.engine.prefix_cache import extend_keys, root_key
 from verl_tim.engine.rows import RowTable
@@ -109,6 +109,7 @@ class Scheduler:
         self._step = 0
         self._drew_at_S = np.full(len(rows.requests), -stages, np.int64)  # step that last drew, by slot
         self._loaded_S = np.zeros(len(rows.requests), np.int64)  # tokens that a sequence came with, by slot
+        self._shared_S = np.zeros(len(rows.requests), np.int64)  # pages that it found computed, by slot
 
     # The verbs on requests.
 
@@ -339,7 +340,7 @@ class Scheduler:
             request.to(RequestState.RUNNING)
             request.num_registered = len(hits)
             slot = rows.load(request, pages, cached)
-            self._loaded_S[slot] = total
+            self._loaded_S[slot], self._shared_S[slot] = total, len(hits)
             self._running[request.request_id] = slot
             tokens = min(total - cached, budget, self._chunk)
             budget -= tokens
@@ -372,13 +373,15 @@ class Scheduler:
             for slot in slots_B.tolist():
                 self._register(slot, int(computed_S[slot]))
         requests = []
-        unseen = self._first_unseen_page(slots_B).tolist()
-        for (request, pages), first in zip(self.rows.unload(slots_B), unseen, strict=True):
+        unseen, shared = self._first_unseen_page(slots_B).tolist(), self._shared_S[slots_B].tolist()
+        for (request, pages), first, found_there in zip(self.rows.unload(slots_B), unseen, shared, strict=True):
             if request.params.record_routes:
                 found = self.routes.read(pages, request.prompt_len + len(request.drawn))
                 request.routes_TLK = merged(request.routes_TLK, found)
-            # the null page, too, where padding rows wrote by the same weights
-            self.pool.suspect(pages[first:] if first else np.append(pages, 0))
+            # Whoever computed a page says so of it, when it ends: not who found it in the cache.
+            self.pool.suspect(pages[max(first, found_there) :])
+            if first == 0:
+                self.pool.suspect(NULL_PAGE)  # where padding rows wrote by the same weights
             self.pool.release(pages)
             del self._running[request.request_id]
             requests.append(request)

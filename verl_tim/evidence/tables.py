@@ -138,7 +138,7 @@ def lengths(evidence: Evidence) -> Table:
             try:
                 known = _known(folder)
             except TokenDumpError as error:
-                notes.append(f"{pair.name} {variant}: {_placeless(str(error), evidence)}.")
+                notes.append(f"{pair.name} {variant}: {_from_runs(str(error), evidence)}.")
                 continue
             if known is None:
                 notes.append(f"{pair.name} {variant}: its dumps have no log-probs of the trainer (bypass).")
@@ -173,7 +173,7 @@ def rejected(evidence: Evidence) -> Table:
             dumped = Dumped.read(folder)
             half = part_of(dumped, np.ones(dumped.sequences, bool))
         except (TokenDumpError, CalibrationError) as error:
-            notes.append(f"{pair.name}: {_placeless(str(error), evidence)}")
+            notes.append(f"{pair.name}: {_from_runs(str(error), evidence)}")
             continue
         for name in CORRECTIONS:
             found = effect_of(name, half)
@@ -234,7 +234,7 @@ def thresholds(evidence: Evidence) -> Table:
         try:
             found = calibrate(mismatch, exact)
         except (CalibrationError, TokenDumpError) as error:
-            notes.append(f"{pair.name}: {_placeless(str(error), evidence)}")
+            notes.append(f"{pair.name}: {_from_runs(str(error), evidence)}")
             continue
         rows.append((pair.name, "no rejection", NONE, "0 %", short(found.none.skew), percent(found.none.effective)))
         for c in found.best_per_rule()[:BEST_RULES]:
@@ -297,7 +297,7 @@ def forecasts(evidence: Evidence) -> Table:
         try:
             pull = _pull(pair)
         except (DriftError, TokenDumpError) as error:
-            notes.append(f"{pair.name}: the pull of the advantages is not known: {_placeless(str(error), evidence)}.")
+            notes.append(f"{pair.name}: the pull of the advantages is not known: {_from_runs(str(error), evidence)}.")
             continue
         length = _mean(baseline, "response_length/mean")
         for group in pair.comparison.groups:
@@ -415,9 +415,10 @@ def _range(low: int, high: int) -> str:
     return str(low) if low == high else f"{low}–{high}"
 
 
-def _placeless(text: str, evidence: Evidence) -> str:
-    """Without the folder of the runs."""
-    for folder in (evidence.folder, evidence.folder and evidence.folder.absolute()):
+def _from_runs(text: str, evidence: Evidence) -> str:
+    """An error's text with its paths from the runs' folder on, whichever way that was given."""
+    assert evidence.folder is not None, "there are runs"
+    for folder in (evidence.folder, evidence.folder.absolute()):
         text = text.replace(f"{folder}/", "")
     return text
 

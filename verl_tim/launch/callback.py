@@ -49,15 +49,21 @@ class Launch(Callback):
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """`-m`: the runs one after another, each a process of its own; then this one ends (see `matrix`)."""
+        from verl_tim.launch.changed import changed, in_words
         from verl_tim.launch.matrix import matrix_of, prepared, run_all
         from verl_tim.launch.recipes import Recipe
-        from verl_tim.launch.start import ready_of
+        from verl_tim.launch.start import composed_of, ready_of
+
+        def say(line: str) -> None:
+            print(f"verl_tim: {line}", file=sys.stderr, flush=True)
 
         try:
             name, path = str(config.hydra.job.config_name), _primary_path(config)
             matrix = matrix_of(Recipe(name, path, name), list(config.hydra.overrides.task))
+            for line in in_words(matrix, changed(matrix, composed_of)):
+                say(line)
             configs = prepared(matrix, ready_of)
-            code = run_all(matrix, configs, _run, lambda line: print(f"verl_tim: {line}", file=sys.stderr, flush=True))
+            code = run_all(matrix, configs, _run, say)
         except LaunchError as error:
             print(f"verl_tim: these runs cannot start\n{error}", file=sys.stderr)
             sys.exit(2)

@@ -176,16 +176,23 @@ def _check_not_lost(cell: Cell, config: DictConfig, then: Sequence[str]) -> None
 
 
 def run_all(
-    matrix: Matrix, configs: dict[str, DictConfig], run: Callable[[DictConfig, str], int], say: Callable[[str], None]
+    matrix: Matrix,
+    configs: dict[str, DictConfig],
+    run: Callable[[DictConfig, str], int],
+    say: Callable[[str], None],
+    show: Callable[[str], None] = lambda name: None,
 ) -> int:
-    """The prepared runs one after another. One that fails does not keep the others from running.
+    """The prepared runs one after another. One that fails, or cannot be started, keeps none of the others from running.
 
     Args:
         run: a config and its cell's name -> exit code.
         say: a line for who watches.
+        show: the result of the run of that name, once that it ended well is written down: who cannot show it any more
+            has not lost the run.
 
     Returns:
-        0, or the exit code of the first run that failed; 130 at once if one was interrupted.
+        0, or the exit code of the first run that failed (1 of one that could not be started); 130 at once if one was
+        interrupted.
 
     Raises:
         LaunchError: another command does runs of the matrix's folder.
@@ -194,14 +201,25 @@ def run_all(
     with held(matrix.folder):
         for number, (name, config) in enumerate(configs.items(), start=1):
             say(f"run {number} of {len(configs)}: {name}")
-            code = run(config, name)
+            try:
+                code = run(config, name)
+            except LaunchError as error:
+                # its folder was taken meanwhile, or cannot be written to
+                say(f"{name} could not be started: {error}")
+                failed = failed or 1
+                continue
             if code == INTERRUPTED:
                 return code
             if code:
                 say(f"{name} ended with exit code {code}; its log is in {config.tim.run_dir}")
                 failed = failed or code
             else:
-                record(matrix, name)
+                try:
+                    record(matrix, name)
+                except OSError as error:
+                    # the others may still have room, and go on
+                    say(f"{name}: {error}: that it ended well is not written down")
+            show(name)
     return failed
 
 

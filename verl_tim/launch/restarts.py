@@ -18,9 +18,10 @@ from typing import Any
 
 from omegaconf import DictConfig, open_dict
 
+from verl_tim.launch.errors import LaunchError
 from verl_tim.launch.exit_code import INTERRUPTED
 from verl_tim.launch.process import Outcome, Step, exception_names
-from verl_tim.launch.run_folder import State, state_of, write_whole
+from verl_tim.launch.run_folder import KEY, State, state_of, write_whole
 from verl_tim.training.checkpoints import TRACKER
 
 ATTEMPTS = "attempts.jsonl"
@@ -85,7 +86,11 @@ def run_with_restarts(
     seconds, attempt = 0.0, 1
     while True:
         outcome = run_once(config)
-        record(folder, outcome)
+        try:
+            record(folder, outcome)
+        except OSError as error:
+            # a full disk, which may be what ended it: the cause is worth more than the list
+            say(f"{error}: how this attempt ended is not written down")
         steps, seconds = joined(steps, outcome.steps), seconds + outcome.seconds
         again = attempt <= limit and is_infrastructure(outcome)
         if not again:
@@ -103,13 +108,22 @@ def run_with_restarts(
 
 def again(config: DictConfig) -> DictConfig:
     """The config for a run whose folder may hold it, not known to have ended well: it goes on from the last checkpoint
-    there; without one what is there is removed, and the run begins anew."""
+    there; without one what is there is removed, and the run begins anew.
+
+    Raises:
+        LaunchError: what is there cannot be removed.
+    """
     folder = Path(config.tim.run_dir)
     if state_of(config, resumable=True)[0] not in (State.UNFINISHED, State.FINISHED):
         return config
     if has_checkpoint(config):
         return resuming(config)
-    shutil.rmtree(folder)
+    try:
+        shutil.rmtree(folder)
+    except OSError as error:
+        raise LaunchError.of(
+            KEY, f"a run that was cut off cannot be removed: {error}", f"remove {folder}, or give another {KEY}"
+        ) from error
     return config
 
 

@@ -20,16 +20,13 @@ from omegaconf import DictConfig
 from verl_tim.diagnosis.metric_log import RunFolderError, read_json_lines
 from verl_tim.launch import restarts
 from verl_tim.launch.errors import Finding, LaunchError
-from verl_tim.launch.exit_code import INTERRUPTED
+from verl_tim.launch.exit_code import INTERRUPTED, TIME_IS_UP
 from verl_tim.launch.gpus import VISIBLE, Gpus, gpus_asked, visible_gpus
 from verl_tim.launch.matrix import Matrix, finished, record
 from verl_tim.launch.process import END_SECONDS, Outcome, Step, VerlProcess, end_trees, stop_requests
 from verl_tim.launch.record import held
 from verl_tim.launch.run_folder import KEY, claim
 from verl_tim.training.config import joins_a_cluster
-
-TIME_IS_UP = 75
-"""Exit code where nothing failed and runs are left: EX_TEMPFAIL of sysexits.h, come again."""
 
 # Between two starts: Ray and verl pick free ports and open them later.
 _GAP_SECONDS = 5.0

@@ -10,6 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_tim.launch.errors import Finding, LaunchError
 from verl_tim.planning.shape import Shape
+from verl_tim.sequence_parallel import sequence_parallel_key
 
 ACTOR = "actor_rollout_ref.actor"
 MODEL = "actor_rollout_ref.model"
@@ -228,7 +229,7 @@ def _trainer(reader: _Reader) -> dict[str, Any]:
         "master_bytes": width,
         "shards": shards,
         "reshard": reader.flag(f"{FSDP}.reshard_after_forward", True),
-        "sequence_parallel": reader.count(_sequence_parallel_key(reader), 1),
+        "sequence_parallel": reader.count(sequence_parallel_key(reader.get), 1),
         "checkpointing": reader.flag(f"{MODEL}.enable_gradient_checkpointing", True),
         "activation_offload": reader.flag(f"{MODEL}.enable_activation_offload", False),
         "param_offload": reader.flag(f"{FSDP}.param_offload", False),
@@ -243,12 +244,6 @@ def _trainer(reader: _Reader) -> dict[str, Any]:
         "recompute_share": _recompute_share(reader),
         "reference": reader.flag(f"{ACTOR}.use_kl_loss", False) or reader.flag("algorithm.use_kl_in_reward", False),
     }
-
-
-def _sequence_parallel_key(reader: _Reader) -> str:
-    """The key that decides: verl's deprecated one where it is above 1."""
-    deprecated = f"{ACTOR}.ulysses_sequence_parallel_size"
-    return f"{FSDP}.ulysses_sequence_parallel_size" if reader.get(deprecated, 1) == 1 else deprecated
 
 
 def _recompute_share(reader: _Reader) -> float:
@@ -333,13 +328,13 @@ def _check_degrees(reader: _Reader, settings: Settings, shape: Shape) -> None:
         reader.refuse(stages, f"is {s.pipeline_parallel}, and {shape.name} has {c.num_layers} layers", "lower it")
     if s.gpus % s.sequence_parallel:
         reader.refuse(
-            _sequence_parallel_key(reader),
+            sequence_parallel_key(reader.get),
             f"is {s.sequence_parallel} and does not divide {s.gpus} GPUs",
             "take a divisor",
         )
     elif s.sequence_parallel > 1 and s.numerics == "contract":
         reader.refuse(
-            _sequence_parallel_key(reader),
+            sequence_parallel_key(reader.get),
             f"is {s.sequence_parallel}, which the contract does not cover",
             "set it to 1, or take trainer=stock",
         )

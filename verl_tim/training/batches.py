@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from verl_tim.training.config import sequence_parallel
+from verl_tim.sequence_parallel import sequence_parallel
 from verl_tim.training.finding import Finding
 
 if TYPE_CHECKING:

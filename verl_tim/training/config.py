@@ -44,12 +44,6 @@ ROLLOUTS = ("vexact", "stock")
 BACKEND_KEY = "actor_rollout_ref.model.fused_kernel_options.impl_backend"
 ATTENTION_KEY = "actor_rollout_ref.model.fused_kernel_options.attention"
 """The attention contract of trainer and rollout alike: auto (also where the key is absent), chunk64 or fa3."""
-SEQUENCE_PARALLEL_KEYS = (
-    "actor_rollout_ref.actor.ulysses_sequence_parallel_size",
-    "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size",
-)
-"""Over how many ranks the actor splits a sequence. verl 0.9.1 calls the first deprecated; above 1 it wins (workers/
-config/actor.py:327): `sequence_parallel`."""
 CONTRACT_BACKEND = "contract"
 # Brings our FSDP engine into the workers (`actor_rollout_ref.model.external_lib`).
 EXTERNAL_LIB = "verl_tim.training.external"
@@ -67,15 +61,6 @@ def joins_a_cluster(config: Any) -> bool:
 
 # verl's own (models/transformers/monkey_patch.py); another name it skips without a word.
 VERL_BACKENDS = ("torch", "triton", "liger")
-
-
-def sequence_parallel(get: Callable[[str, int], Any]) -> tuple[str, int]:
-    """The one of `SEQUENCE_PARALLEL_KEYS` that verl goes by, and over how many ranks it splits a sequence.
-
-    `get` gives a key's value, or the default where it has none.
-    """
-    sizes = [(key, int(get(key, 1))) for key in SEQUENCE_PARALLEL_KEYS]
-    return next((found for found in sizes if found[1] > 1), sizes[-1])
 
 
 class ConfigError(ValueError):

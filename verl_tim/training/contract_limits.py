@@ -39,7 +39,7 @@ def _quantised(key: str) -> Limit:
 
 
 LIMITS = (
-    # verl 0.9.1 reads both keys of a side, and calls the first deprecated (workers/config/actor.py:327)
+    # verl 0.9.1 reads both keys of a side, and calls the first deprecated (workers/config/actor.py:328)
     _sequence_parallel("actor.ulysses_sequence_parallel_size"),
     _sequence_parallel("actor.fsdp_config.ulysses_sequence_parallel_size"),
     _sequence_parallel("ref.ulysses_sequence_parallel_size"),
@@ -65,6 +65,31 @@ LIMITS = (
         "Set it to false",
     ),
 )
+
+
+PADS, BUCKET = "fsdp_config.pad_to_length", "fsdp_config.pad_to_length_bucket"
+"""Below a side: whether verl pads its packed micro-batches, and to a multiple of how many tokens."""
+
+
+def padding_too_long(side: str, bucket: int, context: int) -> tuple[str, str, str] | None:
+    """Key, problem and remedy where the padding of `PADS` may be longer than the model's context; None where not.
+
+    verl 0.9.1 pads by one more sequence, from position 0 (workers/engine/utils.py:66), and the contract computes it as
+    one. verl's own forward takes any position.
+
+    Args:
+        side: actor or ref.
+        context: of the model, tokens.
+    """
+    if bucket - 1 <= context:
+        return None
+    group = f"actor_rollout_ref.{side}"
+    return (
+        f"{group}.{BUCKET}",
+        f"it is {bucket}, and {group}.{PADS} is on: up to {bucket - 1} tokens of padding are one sequence, and the "
+        f"model's context (max_position_embeddings) is {context}",
+        f"Set it to at most {context}, or {group}.{PADS}=false",
+    )
 
 
 def value_in_worker(key: str, model_config: Any, engine_config: Any) -> Any:

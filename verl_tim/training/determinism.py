@@ -7,8 +7,6 @@ they stand (`determinism_watch`). docs/determinism.md says of each flag what it 
 
 from __future__ import annotations
 
-import json
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from verl_tim.numerics.determinism import DROPOUT_SUFFIXES
 from verl_tim.training.config import DETERMINISTIC_LIB, EXTERNAL_LIB, ROLLOUTS, WORKER_ENVIRONMENT, reader
 from verl_tim.training.finding import Finding
+from verl_tim.training.model_file import model_file
 
 SWITCH = "tim.deterministic"
 ENVIRONMENT = WORKER_ENVIRONMENT
@@ -225,14 +224,10 @@ def _engine(get: Callable[..., Any], where: str) -> Iterator[Finding]:
 
 def _dropout(get: Callable[..., Any]) -> Iterator[Finding]:
     """Dropout in the model's config; verl's own keys have the last word."""
-    folder = os.path.expanduser(str(get(f"{_MODEL}.path", "")))
-    try:
-        with open(os.path.join(folder, "config.json"), encoding="utf-8") as file:
-            values = json.load(file)
-    except (OSError, ValueError):
-        values = {}  # made later, or elsewhere; the workers look at the model itself
+    folder = get(f"{_MODEL}.path", "")
     overrides = get(f"{_MODEL}.override_config", {})
-    values |= {str(key): value for key, value in dict(overrides).items()}
+    # of a model that is not here to look at, the workers look at the model itself
+    values = model_file(folder) | {str(key): value for key, value in dict(overrides).items()}
     for name, value in values.items():
         if name.endswith(DROPOUT_SUFFIXES) and isinstance(value, (int, float)) and value > 0:
             yield Finding(

@@ -26,15 +26,15 @@ from verl.workers.utils.padding import no_padding_2_padding
 from verl_tim.numerics import determinism
 from verl_tim.plugin import loaded
 from verl_tim.replay import RoutingReplay
+from verl_tim.sequence_parallel import SEQUENCE_PARALLEL_KEYS
 from verl_tim.training.config import (
     BACKEND_KEY,
     CONTRACT_BACKEND,
     DETERMINISTIC_LIB,
-    SEQUENCE_PARALLEL_KEYS,
     VERL_BACKENDS,
     ConfigError,
 )
-from verl_tim.training.contract_limits import LIMITS, value_in_worker
+from verl_tim.training.contract_limits import LIMITS, padding_too_long, value_in_worker
 from verl_tim.training.correction_loss import response_fields
 from verl_tim.training.correction_step import CorrectedUpdate, correction_of
 from verl_tim.training.forward_records import FORWARD_METRIC, ForwardRecorder
@@ -248,6 +248,13 @@ def refuse_bypasses(model_config: Any, engine_config: Any) -> None:
         value = value_in_worker(limit.key, model_config, engine_config)
         if value is not None and limit.wrong(value):
             found.append(f"actor_rollout_ref.{limit.key}={value}: {limit.problem}; {limit.remedy.lower()}")
+    context = getattr(model_config.hf_config, "max_position_embeddings", None)
+    if engine_config.pad_to_length and context is not None:
+        side = "ref" if engine_config.forward_only else "actor"
+        too_long = padding_too_long(side, engine_config.pad_to_length_bucket, context)
+        if too_long:
+            key, problem, remedy = too_long
+            found.append(f"{key}: {problem}; {remedy}")
     dtype = str((engine_config.mixed_precision or {}).get("param_dtype", "bf16"))
     if dtype in ("fp16", "float16", "half"):
         found.append(

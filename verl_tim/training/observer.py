@@ -251,9 +251,8 @@ class StepObserver:
         if batch.rollout_log_probs_BT is None:
             return {}
         scored = batch.old_log_probs_BT is not None
-        of_the_loss = self._of_the_loss(batch, records)
         look = self._scored if scored else self._unscored
-        metrics = look(step, batch, seen, loss_ratio=not of_the_loss) | of_the_loss
+        metrics = look(step, batch, seen) | self._of_the_loss(batch, records)
         metrics |= self._coverage(step, batch)
         if choices.rollout and choices.train:
             train_BT = batch.old_log_probs_BT if batch.old_log_probs_BT is not None else seen.log_prob_BT
@@ -264,7 +263,7 @@ class StepObserver:
 
     # ----------------------------------------------------------------------------------------------------- metrics
 
-    def _scored(self, step: int, batch: StepBatch, seen: SeenByLoss, *, loss_ratio: bool) -> dict[str, float]:
+    def _scored(self, step: int, batch: StepBatch, seen: SeenByLoss) -> dict[str, float]:
         """The trainer has scored the whole batch before the update: recomputation, or bypass with `old_forward`."""
         assert batch.old_log_probs_BT is not None
         valid_BT = batch.response_mask_BT.bool()
@@ -276,12 +275,12 @@ class StepObserver:
             clip_ratio_high=self.clip_ratio_high,
             bypass=self.bypass,
             kept_mask=_kept(batch, seen),
-            loss_ratio=loss_ratio,
+            loss_ratio=False,  # `_of_the_loss`
         )
         fresh = seen.fresh_B
         return metrics | trainer_self_delta(seen.log_prob_BT[fresh], batch.old_log_probs_BT[fresh], valid_BT[fresh])
 
-    def _unscored(self, step: int, batch: StepBatch, seen: SeenByLoss, *, loss_ratio: bool) -> dict[str, float]:
+    def _unscored(self, step: int, batch: StepBatch, seen: SeenByLoss) -> dict[str, float]:
         """Bypass, or a step that took the rollout's log-probs: only the first mini-batch's forward saw the weights that
         generated the batch."""
         assert batch.rollout_log_probs_BT is not None
@@ -299,7 +298,6 @@ class StepObserver:
             clip_ratio_high=self.clip_ratio_high,
             bypass=self.bypass,
             kept_mask=None if seen.kept_BT is None else seen.kept_BT[rows],
-            loss_ratio=loss_ratio,
         )
         metrics["tim/sampled_share"] = sampled / tokens
         return metrics

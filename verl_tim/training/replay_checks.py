@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,9 +9,11 @@ from omegaconf import DictConfig
 
 from verl_tim.correction import ConfigError
 from verl_tim.replay.routers import NUM_EXPERTS
-from verl_tim.training.config import EXTERNAL_LIB, EXTERNAL_LIBS, SEQUENCE_PARALLEL_KEYS, reader
+from verl_tim.sequence_parallel import SEQUENCE_PARALLEL_KEYS
+from verl_tim.training.config import EXTERNAL_LIB, EXTERNAL_LIBS, reader
 from verl_tim.training.correction_config import CORRECTION_KEY, of_run
 from verl_tim.training.finding import Finding
+from verl_tim.training.model_file import model_file
 from verl_tim.training.replay_config import (
     FILE_KEYS,
     FSDP,
@@ -137,11 +137,8 @@ def _engine(get: _Get) -> Iterator[Finding]:
 
 def has_experts(get: _Get) -> bool | None:
     """Whether the model's config.json names experts; None where it cannot be read here, as of a model on the hub."""
-    path = os.path.join(os.path.expanduser(str(get(_MODEL_KEY, ""))), "config.json")
-    try:
-        with open(path, encoding="utf-8") as file:
-            model = json.load(file)
-    except (OSError, ValueError):
+    model = model_file(get(_MODEL_KEY, ""))
+    if not model:
         return None
     model = model.get("text_config") or model
     return any(isinstance(model.get(name), int) and model[name] > 0 for name in NUM_EXPERTS)

@@ -30,11 +30,12 @@ from verl_tim.training.config import (
     TimConfig,
     joins_a_cluster,
 )
-from verl_tim.training.contract_limits import LIMITS, Limit
+from verl_tim.training.contract_limits import BUCKET, LIMITS, PADS, Limit, padding_too_long
 from verl_tim.training.correction_checks import correction_findings
 from verl_tim.training.determinism import determinism_findings
 from verl_tim.training.dtypes import canonical
 from verl_tim.training.finding import Finding
+from verl_tim.training.model_file import model_file
 from verl_tim.training.on_policy import on_policy
 from verl_tim.training.replay_checks import has_experts, replay_findings
 from verl_tim.training.reuse_checks import reuse_findings
@@ -291,6 +292,19 @@ def _contract(view: View, _: Cluster | None) -> Iterator[Finding]:
             yield Finding(f"actor_rollout_ref.{limit.key}", f"it is {value}, and {limit.problem}", limit.remedy)
 
 
+def _padding(view: View, _: Cluster | None) -> Iterator[Finding]:
+    """Padding of a micro-batch (`pad_to_length`) that is longer than the model's context: the contract computes it as
+    one sequence."""
+    if not view.contract:
+        return
+    for side in ("actor", "ref"):
+        bucket = view.get(f"actor_rollout_ref.{side}.{BUCKET}", 1024)
+        if view.get(f"actor_rollout_ref.{side}.{PADS}", False) and isinstance(bucket, int):
+            too_long = padding_too_long(side, bucket, _context_of(view))
+            if too_long:
+                yield Finding(*too_long)
+
+
 def _dtypes(view: View, _: Cluster | None) -> Iterator[Finding]:
     """vexact and the contract compute in one dtype, which the contract must cover."""
     if not (view.rollout_is_ours and view.contract):
@@ -386,14 +400,8 @@ def _split(view: View) -> Iterator[Finding]:
 
 def _context_of(view: View) -> int:
     """The model's context, tokens; without a readable config a limit that nothing exceeds (`_model` says more)."""
-    import json
-
-    path = os.path.expanduser(str(view.get("actor_rollout_ref.model.path", "")))
-    try:
-        with open(os.path.join(path, "config.json"), encoding="utf-8") as file:
-            return int(json.load(file)["max_position_embeddings"])
-    except (OSError, ValueError, KeyError):
-        return 2**62
+    context = model_file(view.get("actor_rollout_ref.model.path", "")).get("max_position_embeddings")
+    return context if isinstance(context, int) else 2**62
 
 
 def _model(view: View, _: Cluster | None) -> Iterator[Finding]:
@@ -517,6 +525,7 @@ RULES: tuple[StartRule, ...] = (
     _cpu_machine,
     _strategy,
     _contract,
+    _padding,
     _dtypes,
     _rollout,
     _model,

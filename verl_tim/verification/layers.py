@@ -1,14 +1,15 @@
 """Two forwards over the same tokens, op by op in forward order: how far apart each result is, and which is the first.
 
 Relative difference is |a - b| / max(|a|, |b|), 0 where both are 0. An ulp is a step of bfloat16 where all values of
-both sides are bfloat16's, whatever they are kept in (a .npz has no bfloat16), of float32 else.
+both sides are bfloat16's, whatever they are kept in (a .npz has no bfloat16), of float32 else. Expert ids are equal or
+not: they have no size and no ulp.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import plotly.graph_objects as go
@@ -86,6 +87,11 @@ class OpDifference:
         return next((label for pattern, label in OPS if re.search(pattern, self.name)), "other")
 
     @property
+    def of_ids(self) -> bool:
+        """Whether it is expert ids, which no distance is of."""
+        return self.name.endswith(".routes")
+
+    @property
     def ulp_format(self) -> str:
         return "bfloat16" if self.narrow else "float32"
 
@@ -129,15 +135,25 @@ class OpDifference:
             self.first = (sequence, first_position + int(other_T.nonzero()[0]))
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON; `max_ulp` and `ulp_format` in place of what they are computed from."""
-        return {
-            **{name: value for name, value in asdict(self).items() if name not in ("max_steps", "narrow")},
-            "layer": self.layer,
-            "op": self.op,
+        """For JSON; `max_ulp` and `ulp_format` in place of what they are computed from. Sizes are null for ids."""
+        sizes = {
+            "max_abs": self.max_abs,
+            "sum_abs": self.sum_abs,
+            "max_rel": self.max_rel,
+            "sum_rel": self.sum_rel,
             "max_ulp": self.max_ulp,
             "ulp_format": self.ulp_format,
             "mean_abs": self.mean_abs,
             "mean_rel": self.mean_rel,
+        }
+        return {
+            "name": self.name,
+            "layer": self.layer,
+            "op": self.op,
+            "elements": self.elements,
+            "differing": self.differing,
+            "first": self.first,
+            **(dict.fromkeys(sizes) if self.of_ids else sizes),
         }
 
 
@@ -210,11 +226,14 @@ class LayerReport:
             return f"all {len(self.ops)} ops agree bit for bit on {self.tokens:,} tokens"
         assert first.first is not None
         sequence, position = first.first
-        return (
+        where = (
             f"{first.name} ({first.op}) is the first of {len(self.ops)} ops whose bits differ, from sequence "
-            f"{sequence}, position {position}: {first.differing:,} of {first.elements:,} values, max {first.max_ulp:,} "
-            f"{first.ulp_format} ulp, max relative difference {short(first.max_rel)}"
+            f"{sequence}, position {position}: {first.differing:,} of {first.elements:,}"
         )
+        if first.of_ids:
+            return f"{where} expert ids"
+        sizes = f"max {first.max_ulp:,} {first.ulp_format} ulp, max relative difference {short(first.max_rel)}"
+        return f"{where} values, {sizes}"
 
     def to_dict(self) -> dict[str, Any]:
         first = self.first
@@ -252,7 +271,7 @@ class LayerReport:
     def page(self) -> Page:
         """The report as a page."""
         first = self.first
-        sizes = [(self.ops.index(op), op) for op in self.ops if not op.name.endswith(".routes")]
+        sizes = [(self.ops.index(op), op) for op in self.ops if not op.of_ids]
         traces = [
             go.Scatter(
                 x=[at for at, op in sizes if value(op) > 0],
@@ -295,7 +314,7 @@ class LayerReport:
         """One row of the table, as text."""
         layer = "" if op.layer is None else str(op.layer)
         name = re.sub(r"^model\.(layers\.\d+\.)?(self_attn\.)?", "", op.name).replace(ROTATED, "rotated")
-        if name.endswith("routes"):  # expert ids: equal or not
+        if op.of_ids:
             return [layer, op.op, name, f"{op.differing:,}", *["–"] * 5]
         sizes = (op.max_abs, op.mean_abs, op.max_rel, op.mean_rel)
         return [layer, op.op, name, f"{op.differing:,}", *(short(size) for size in sizes), f"{op.max_ulp:,}"]

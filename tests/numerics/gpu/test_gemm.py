@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -80,6 +82,19 @@ def test_forbidding_takes_another_schedule_and_shows():
     gemm.forbid(gemm.REFERENCE.name)
     with pytest.raises(ContractError, match="every schedule"):
         gemm.gemm(x, weight)
+
+
+def test_only_schedules_that_there_are_can_be_forbidden(monkeypatch):
+    with pytest.raises(ContractError, match=r"no schedule 'cublaslt'; there are triton:.*, cublaslt:0"):
+        gemm.forbid("cublaslt")
+    assert gemm.forbidden() == set()
+    monkeypatch.setattr(cublaslt, "library", lambda: object())
+    monkeypatch.setattr(gemm, "shared_bytes", lambda device: 227 << 10)
+    cuda = torch.device("cuda")
+    shapes = itertools.product((1, 17), (256, 4096, 6144, 50_000), (64, 4096))
+    for name in {one.name for shape in shapes for one in gemm._candidates(*shape, cuda)}:
+        gemm.forbid(name)
+    assert gemm.forbidden() == set(gemm._KNOWN)
 
 
 @pytest.mark.parametrize("library", [object(), None])

@@ -89,6 +89,12 @@ def test_shares_of_split_weights_that_hold(monkeypatch):
         assert split.report.comparisons[op] > whole.report.comparisons.get(op, 0)
 
 
+def plant(schedule, monkeypatch):
+    """The linears' one schedule beside the reference."""
+    monkeypatch.setattr(gemm, "_candidates", lambda *_: [schedule, gemm.REFERENCE])
+    monkeypatch.setattr(gemm, "_KNOWN", [schedule.name, gemm.REFERENCE.name])
+
+
 def test_a_share_that_differs_drops_its_schedule(monkeypatch):
     """The schedule holds for 48 outputs, and not for the 24 of a rank."""
 
@@ -96,7 +102,7 @@ def test_a_share_that_differs_drops_its_schedule(monkeypatch):
         (_wrong if len(weight) == 24 else gemm.REFERENCE.run)(x, weight, bias, out)
 
     planted = gemm.Schedule("planted", wrong_for_shares)
-    monkeypatch.setattr(gemm, "_candidates", lambda *_: [planted, gemm.REFERENCE])
+    plant(planted, monkeypatch)
     shapes = dataclasses.replace(SHAPES, ranks=2)
     checks = IntegerProbe(torch.device("cpu"), shapes, "chunk64", ProbeReport("chunk64", ()))
     checks.linears()
@@ -105,7 +111,7 @@ def test_a_share_that_differs_drops_its_schedule(monkeypatch):
 
 def test_a_linear_schedule_that_differs_is_dropped(checks, monkeypatch):
     planted = gemm.Schedule("planted", _wrong)
-    monkeypatch.setattr(gemm, "_candidates", lambda *_: [planted, gemm.REFERENCE])
+    plant(planted, monkeypatch)
     checks.linears()
     assert checks.report.forbidden == ["linear(48, 48): planted"]
     assert gemm.forbidden() == {"planted"}
@@ -113,7 +119,7 @@ def test_a_linear_schedule_that_differs_is_dropped(checks, monkeypatch):
 
 def test_a_schedule_that_cannot_take_the_operands_is_left_out(checks, monkeypatch):
     planted = gemm.Schedule("planted", _wrong, lambda *_: False)
-    monkeypatch.setattr(gemm, "_candidates", lambda *_: [planted, gemm.REFERENCE])
+    plant(planted, monkeypatch)
     checks.linears()
     assert not checks.report.forbidden
 

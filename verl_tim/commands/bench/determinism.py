@@ -10,6 +10,7 @@ import typer
 from verl_tim.commands.bench.shown import duration, machine_of, mebibytes
 from verl_tim.commands.output import bad_input, print_json, table
 from verl_tim.commands.quiet import quiet_libraries
+from verl_tim.commands.verify import check_model, refuse_unreadable
 
 NAME = "determinism"
 HELP = (
@@ -40,6 +41,9 @@ def command(
         ):
             if value not in known:
                 raise LaunchError.of(name, f"is {value}", f"choose {' or '.join(known)}")
+        refuse_unreadable(str(model), "config", "tokenizer")
+        if numerics == "contract":
+            check_model(model)
 
     import torch
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from verl_tim.commands.output import bad_input, print_json, stderr, table, writing
+from verl_tim.commands.verify import check_model
 
 if TYPE_CHECKING:
     from verl_tim.bench.rollout import Figures, Load, Split
@@ -160,10 +161,10 @@ def _models(shape: list[str] | None, model: Path | None, load: list[str] | None,
         raise LaunchError.of("--device", f"{device!r} is unknown", "choose cuda or cpu")
     if device == "cuda" and not torch.cuda.is_available():
         raise LaunchError.of("--device", "PyTorch sees no GPU here", "run it on a machine with one, or --device cpu")
-    if model is not None and not (model / "config.json").is_file():
-        raise LaunchError.of("--model", f"{model} has no config.json", "give the folder of a Hugging Face model")
     if model is not None and shape:
         raise LaunchError.of("--model", "both a folder and a shape are given", "give one of them")
+    if model is not None:
+        check_model(model, "--model")
     names = [str(model)] if model is not None else shape or list(WORKLOADS)
     for name in names:
         if model is None and name not in SHAPES:

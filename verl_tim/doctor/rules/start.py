@@ -10,6 +10,7 @@ from verl_tim.doctor.view import View
 from verl_tim.launch.checks import CHECKS, Check, verl_config
 from verl_tim.training import start_checks
 from verl_tim.training.config import ATTENTION_KEY, BACKEND_KEY
+from verl_tim.training.contract_limits import BUCKET
 from verl_tim.training.finding import Finding
 
 # What a check of the launcher looks at, by its name.
@@ -46,6 +47,7 @@ _START_CHECKS: dict[str, tuple[str, Severity, tuple[str, ...]]] = {
     ),
     "_strategy": ("strategy", Severity.EXACTNESS, (f"{ACTOR}.strategy",)),
     "_contract": ("contract", Severity.EXACTNESS, (BACKEND_KEY, f"{MODEL}.use_fused_kernels", ATTENTION_KEY)),
+    "_padding": ("padding", Severity.STOPS, (f"{ACTOR}.{BUCKET}", f"actor_rollout_ref.ref.{BUCKET}")),
     "_dtypes": (
         "dtypes",
         Severity.EXACTNESS,

@@ -7,7 +7,8 @@ from typing import Any
 
 from verl_tim.doctor.rule import ACTOR, MODEL, ROLLOUT, Rule, Rules, Severity, found
 from verl_tim.doctor.view import PARAM_DTYPE_KEY, View
-from verl_tim.training.config import BACKEND_KEY, CONTRACT_BACKEND, SEQUENCE_PARALLEL_KEYS
+from verl_tim.sequence_parallel import SEQUENCE_PARALLEL_KEYS
+from verl_tim.training.config import BACKEND_KEY, CONTRACT_BACKEND
 from verl_tim.training.contract_limits import LIMITS
 from verl_tim.training.finding import Finding
 

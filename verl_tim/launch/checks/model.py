@@ -63,10 +63,14 @@ def check_model(config: DictConfig) -> Iterator[Finding]:
         yield Finding(KEY, f"{folder} has no config.json, so it is not a model in Hugging Face format", _remedy())
         return
     try:
-        architectures = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("architectures")
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
         yield Finding(KEY, f"{folder}/config.json cannot be read: {error}", _remedy())
         return
+    if not isinstance(content, dict):
+        yield Finding(KEY, f"{folder}/config.json holds no keys, so it is not a model's config", _remedy())
+        return
+    architectures = content.get("architectures")
     if not isinstance(architectures, list) or len(architectures) != 1:
         yield Finding(
             KEY, f"{folder}/config.json names {architectures!r} as architectures, verl needs exactly one", _remedy()

@@ -24,17 +24,17 @@ def check(config: DictConfig) -> Iterator[Finding]:
     if not name:
         yield Finding(f"{group}.name", f"is not given for {path}", f"set {group}.name=FUNCTION")
         return
-    from verl.utils.import_utils import load_extern_object
+    from verl.utils.import_utils import load_module
 
     try:
-        function = load_extern_object(str(path), str(name))
-    except AttributeError:
-        yield Finding(f"{group}.name", f"{path} defines no {name}", f"set {group}.name to a function in it")
-    # the user's code runs here, as it will in verl
-    except Exception as error:
+        module = load_module(str(path))
+    # the user's code runs here, as it will in verl; a script of theirs may end with an exit
+    except (Exception, SystemExit) as error:
         cause = error.__cause__ or error
         problem = f"{path} cannot be loaded: {type(cause).__name__}: {cause}"
         yield Finding(f"{group}.path", problem, "give a Python file, or pkg://PACKAGE.MODULE, that can be imported")
-    else:
-        if not callable(function):
-            yield Finding(f"{group}.name", f"{name} in {path} is no function", f"set {group}.name to a function in it")
+        return
+    if not hasattr(module, str(name)):
+        yield Finding(f"{group}.name", f"{path} defines no {name}", f"set {group}.name to a function in it")
+    elif not callable(getattr(module, str(name))):
+        yield Finding(f"{group}.name", f"{name} in {path} is no function", f"set {group}.name to a function in it")

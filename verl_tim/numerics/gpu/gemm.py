@@ -64,6 +64,8 @@ _STREAM = _triton(16, 32, 256, False, 4, 6)  # as many programs as multiprocesso
 _STREAM_MORE = _triton(16, 64, 64, True, 4, 8)
 _STREAM_WIDE = _triton(16, 64, 64, True, 4, 6)  # many outputs
 
+_KNOWN = [s.name for s in (REFERENCE, _TILED, _STREAM_LONG, _STREAM, _STREAM_MORE, _STREAM_WIDE, *_CUBLASLT)]
+
 _MULTIPROCESSORS = 132  # of an H200, on which the rule was measured
 
 _forbidden: set[str] = set()
@@ -73,7 +75,13 @@ _stood_in: set[tuple[str, int, int]] = set()  # (schedule, outputs, inputs) of w
 
 
 def forbid(name: str) -> None:
-    """Never take this schedule again in this process (a probe found that it does not keep the bits)."""
+    """Never take this schedule again in this process (a probe found that it does not keep the bits).
+
+    Raises:
+        ContractError: no schedule has that name.
+    """
+    if name not in _KNOWN:
+        raise ContractError(f"gemm: no schedule {name!r}; there are {', '.join(_KNOWN)}")
     _forbidden.add(name)
     _chosen.clear()
 
