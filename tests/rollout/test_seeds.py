@@ -60,6 +60,26 @@ CONFIG = OmegaConf.create(
 
 
 @pytest.mark.asyncio
+async def test_why_a_response_failed_is_said_once(monkeypatch):
+    from verl.experimental.agent_loop import AgentLoopWorker
+
+    from verl_tim.rollout.agent_loop_v1 import SeededWorkerV1
+
+    async def broken(self, sampling_params, trajectory, **kwargs):
+        raise ValueError(f"no number in {kwargs['session_id']}")
+
+    monkeypatch.setattr(AgentLoopWorker, "_run_agent_loop", broken)
+    worker = object.__new__(SeededWorkerV1)
+    worker.config, worker._failures = CONFIG, []
+    trajectory = {"step": 2, "sample_index": 17, "rollout_n": 0, "validate": False}
+    for session in (0, 3):
+        with pytest.raises(ValueError, match="no number"):  # verl logs it and marks the prompt
+            await worker._run_agent_loop({}, trajectory, raw_prompt=list(PROMPT), agent_name="a", session_id=session)
+    assert await worker.take_failures() == ["ValueError: no number in 0", "ValueError: no number in 3"]
+    assert await worker.take_failures() == []
+
+
+@pytest.mark.asyncio
 async def test_both_trainers_give_a_response_one_seed(monkeypatch):
     from verl.experimental.agent_loop import AgentLoopWorker
 

@@ -15,6 +15,7 @@ def config(rollout="vexact", backend="contract", **tim):
     made = OmegaConf.create(
         {
             "tim": tim,
+            "data": {"max_response_length": 16},
             "algorithm": {"rollout_correction": {"bypass_mode": False}},
             "actor_rollout_ref": {
                 "actor": {"clip_ratio": 0.2, "clip_ratio_low": 0.1, "clip_ratio_high": 0.3},
@@ -97,6 +98,24 @@ def test_a_failed_request_stops_the_run_with_its_cause():
 def test_other_rollouts_are_not_asked():
     watch = startup.RolloutWatch(config("vllm"), [SimpleNamespace(get_replicas=lambda: pytest.fail("asked"))])
     assert watch.check() == {}
+
+
+class Loop:
+    def __init__(self, *failures):
+        self.take_failures = SimpleNamespace(remote=lambda: list(failures))
+
+
+@pytest.mark.parametrize("rollout", ["vexact", "vllm"])
+def test_a_failed_agent_loop_stops_the_run_with_its_cause(rollout):
+    """A reward function that raises, whatever the rollout: verl would train on without the response."""
+    watch = startup.RolloutWatch(config(rollout), [manager(Server(report(3), report(4)))])
+    watch.watch_loops([Loop(), Loop()])
+    watch.check()
+    watch.watch_loops([Loop(), Loop("ValueError: no number", "KeyError: 'answer'")])
+    with pytest.raises(
+        startup.RolloutError, match=r"2 responses failed in the agent loop .* first: ValueError: no num"
+    ):
+        watch.check()
 
 
 @pytest.fixture

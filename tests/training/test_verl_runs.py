@@ -215,6 +215,26 @@ def test_a_broken_receiver_ends_a_run_of_two_ranks(folders, data, tmp_path):
     assert "planted: the receiver broke" in run.output
 
 
+@exhaustive
+def test_a_reward_function_that_raises_now_and_then_ends_the_run(folders, data, tmp_path):
+    """verl's V1 trainer would log it, drop the answer and train on."""
+    (tmp_path / "raising.py").write_text(
+        "calls = 0\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):\n"
+        "    global calls\n"
+        "    calls += 1\n"
+        "    if calls % 7 == 0:\n"
+        "        raise ValueError('planted: no score')\n"
+        "    return 0.0\n"
+    )
+    path = f"reward.custom_reward_function.path={tmp_path}/raising.py"
+    run = run_verl(tmp_path / "run", folders("qwen3"), data, *CONTRACT, path)
+    assert run.returncode != 0
+    assert "responses failed in the agent loop" in run.output
+    assert "planted: no score" in run.output
+    assert not run.steps
+
+
 @slow
 def test_standalone_replicas_load_the_checkpoint_and_serve(folders, data, tmp_path):
     """verl's other placement: servers of their own, without a trainer beside them."""

@@ -27,6 +27,7 @@ class SeededWorkerV1(SeededResponses, CheckedRoutes, _PlainWorkerTQ):
         # actor's; a shipped `super()` then refers to a copy of the class. Defined here, it is found by name.
         super().__init__(*args, **kwargs)
         gathered_puts.gather(agent_loop_tq)
+        self._failures: list[str] = []
 
     async def _run_prompt(self, *args: Any, **kwargs: Any) -> None:
         # Defined here for the same reason: a shipped function has a copy of its module, in which nothing is gathered.
@@ -38,7 +39,19 @@ class SeededWorkerV1(SeededResponses, CheckedRoutes, _PlainWorkerTQ):
         params = self.with_seed(
             sampling_params, trajectory, sample=session, prompt=kwargs.get("raw_prompt"), record=record
         )
-        return await super()._run_agent_loop(params, trajectory, **kwargs)
+        try:
+            return await super()._run_agent_loop(params, trajectory, **kwargs)
+        except Exception as error:
+            self._failures.append(f"{type(error).__name__}: {error}")
+            raise
+
+    async def take_failures(self) -> list[str]:
+        """Why responses failed since the last call: in the rollout, a reward function or a loop of the user's.
+
+        verl logs it, marks the prompt and trains on without the response (`_run_prompt`).
+        """
+        failures, self._failures = self._failures, []
+        return failures
 
 
 class SeededManagerV1(AgentLoopManagerTQ):

@@ -89,27 +89,41 @@ def make_observer(tim: TimConfig, config: Any, tokenizer: Any, reuse: LogProbReu
 
 
 class RolloutWatch:
-    """Asks our servers after each step what happened; other rollouts are left alone.
+    """Asks our servers and V1's agent loops after each step what happened; servers of other rollouts are left alone.
 
     verl's V1 trainer marks a prompt whose response failed as a failure and trains on without it (agent_loop_tq.py,
-    replay_buffer.py). A failed request of this engine is a fault of the configuration or of the engine, so the run
-    stops with its cause instead.
+    replay_buffer.py), and validates as if it had not been asked. A failed request is a fault of the configuration or of
+    the engine, a failed agent loop one of a reward function or a loop, so the run stops with the cause instead.
     """
 
     def __init__(self, config: Any, server_managers: Sequence[Any]) -> None:
         ours = config.actor_rollout_ref.rollout.name in ROLLOUTS
         self._servers = servers_of(server_managers) if ours else []
+        self._loops: Sequence[Any] = ()
+
+    def watch_loops(self, workers: Sequence[Any]) -> None:
+        """From now on ask these `SeededWorkerV1` actors as well."""
+        self._loops = workers
 
     def check(self) -> dict[str, float]:
         """Counters and marks since the last call as metrics: sums over the servers, and the highest of them (max_*).
 
         Raises:
-            RolloutError: a request failed; names how many and the first cause. Ray's errors if a server is dead.
+            RolloutError: a request or an agent loop failed; names how many and the first cause. Ray's errors if a
+                server or a worker is dead.
         """
         reports = ray.get([server.report.remote() for server in self._servers])
         failures = [failure for report in reports for failure in report["failures"]]
         if failures:
             raise RolloutError(f"{len(failures)} requests to the rollout failed; the first: {failures[0]}")
+        failures = [
+            failure for some in ray.get([loop.take_failures.remote() for loop in self._loops]) for failure in some
+        ]
+        if failures:
+            raise RolloutError(
+                f"{len(failures)} responses failed in the agent loop (rollout, reward function or the loop itself); "
+                f"the first: {failures[0]}"
+            )
         merged = {}
         for kind in ("counters", "marks"):
             for name in reports[0][kind] if reports else ():

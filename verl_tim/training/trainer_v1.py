@@ -199,6 +199,11 @@ class TimTrainer(_Base):
             roles = RunRoles.of(self, self._rollout_server_managers(), agent_loop_manager)
             self.processes = record_run(self.tim, self.config, roles, resumed_from=self.global_steps or None)
             forget_later_steps(self.tim, self.global_steps)
+        # verl's agent loop imports its trainers, and so this module
+        from verl_tim.rollout.agent_loop_v1 import SeededManagerV1
+
+        if self.watch is not None and isinstance(agent_loop_manager, SeededManagerV1):
+            self.watch.watch_loops(agent_loop_manager.agent_loop_workers)
         with closed_at_the_end(), nullcontext() if self.processes is None else self.processes.named_when_dead():
             super().fit(agent_loop_manager)
         self._raise_if_stopped(at_end=True)
