@@ -189,6 +189,7 @@ def test_files_that_cannot_be_read_are_bad_input(words, says, model_folder, tmp_
     shutil.copytree(model_folder, tmp_path / "words", ignore=shutil.ignore_patterns("*.safetensors"))
     (tmp_path / "words" / "tokenizer.json").write_text("[]")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "40")  # where a path is not cut, either
     result = runner.invoke(app, words.split())
     assert result.exit_code == 2, result.output
     assert says in " ".join(result.stderr.split())

@@ -85,8 +85,8 @@ def _show(source: Source, result: Report, correction: str) -> None:
     console = stderr()
     for one in result.violations:
         head = f"{one.level.value}, {one.severity.value}" if one.level.value != "note" else "note"
-        console.print(Text.assemble((f"{one.key}: ", f"bold {_COLOURS[one.level.value]}"), one.problem))
+        console.print(Text.assemble((f"{one.key}: ", f"bold {_COLOURS[one.level.value]}"), one.problem), soft_wrap=True)
         console.print(Text(f"  {one.rule} ({head}): {one.why}", style="dim"))
-        console.print(Text.assemble(("  -> ", "bold"), one.remedy))
+        console.print(Text.assemble(("  -> ", "bold"), one.remedy), soft_wrap=True)
     counts = ", ".join(f"{number} {level}{'s' * (number != 1)}" for level, number in result.counts.items())
     stdout().print(counts if result.violations else "Nothing found: this run can start.")

@@ -189,13 +189,13 @@ def writing(key: str = "--out") -> Iterator[None]:
 
 
 def report(findings: Sequence[Any], *, colour: str = "red") -> None:
-    """Findings on stderr, key first."""
+    """Findings on stderr, key first; a terminal wraps them, so that a long path can be copied."""
     from rich.text import Text
 
     console = stderr()
     for finding in findings:
-        console.print(Text.assemble((f"{finding.key}: ", f"bold {colour}"), finding.problem))
-        console.print(Text.assemble(("  -> ", "bold"), finding.remedy))
+        console.print(Text.assemble((f"{finding.key}: ", f"bold {colour}"), finding.problem), soft_wrap=True)
+        console.print(Text.assemble(("  -> ", "bold"), finding.remedy), soft_wrap=True)
 
 
 def first_line(error: BaseException) -> str:
