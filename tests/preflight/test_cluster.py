@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from ray._common.utils import reset_ray_address
 from ray.cluster_utils import Cluster
 
 from verl_tim.launch.start import composed
@@ -29,6 +30,7 @@ def odd_node(tmp_path_factory):
 @pytest.fixture(scope="module")
 def cluster(odd_node):
     made = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "num_gpus": 1, "include_dashboard": False})
+    reset_ray_address()  # it stands in a file of this machine, and every other Ray that starts here would join
     made.second = made.add_node(num_cpus=4, num_gpus=1, env_vars={"PYTHONPATH": str(odd_node)})
     yield made
     made.shutdown()

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from tests.training.tiny import parquet
 from verl_tim.training.accelerator import host_has_accelerator
-from verl_tim.training.config import ConfigError
+from verl_tim.training.config import ConfigError, joins_a_cluster
 from verl_tim.training.start_checks import Cluster, check, findings, required_cpus, resource_findings
 
 pytestmark = pytest.mark.skipif(host_has_accelerator(), reason="the overrides below are for a CPU")
@@ -197,6 +197,21 @@ def test_fp32_on_both_sides_is_fine(config_of):
         "+actor_rollout_ref.actor.fsdp_config.mixed_precision={param_dtype: fp32, reduce_dtype: fp32}",
     ]
     assert findings(config_of(*fp32)) == []
+
+
+@pytest.mark.parametrize(
+    ("variable", "address", "joins"),
+    [
+        ("", None, False),
+        ("local", None, False),
+        ("10.0.0.1:6379", None, True),
+        ("", "auto", True),
+        ("", "local", False),
+    ],
+)
+def test_a_cluster_of_its_own_is_not_one_to_join(config_of, monkeypatch, variable, address, joins):
+    monkeypatch.setenv("RAY_ADDRESS", variable)
+    assert joins_a_cluster(config_of(f"+ray_kwargs.ray_init.address={address or 'null'}")) is joins
 
 
 def test_the_running_cluster_is_believed_over_the_config(config_of):

@@ -8,6 +8,7 @@ trainer did recompute, and the manifest says what ran.
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 import pytest
 import yaml
 
-from tests.training.verl_run import CONTRACT, FP32, run_verl
+from tests.training.verl_run import CONTRACT, FP32, OWN_CLUSTER, run_verl
 from verl_tim.training.accelerator import host_has_accelerator
 
 pytestmark = [
@@ -266,6 +267,11 @@ if __name__ == "__main__":
 """
     )
     done = subprocess.run(
-        [sys.executable, str(script), folders("qwen3")], capture_output=True, text=True, timeout=600, cwd=tmp_path
+        [sys.executable, str(script), folders("qwen3")],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        cwd=tmp_path,
+        env={**OWN_CLUSTER, **os.environ},
     )
     assert "SERVED 2 0" in done.stdout, done.stdout[-2000:] + done.stderr[-4000:]

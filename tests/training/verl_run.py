@@ -42,6 +42,10 @@ def selected(request: pytest.FixtureRequest, argument: str) -> set[str]:
     return {call.params[argument] for call in calls if call is not None and argument in call.params}
 
 
+# Another test's, or anybody's, `ray start` on this machine would be joined otherwise.
+OWN_CLUSTER = {"RAY_ADDRESS": "local"}
+
+
 @dataclass
 class Run:
     """What a run left behind; `metrics` is what verl's file logger wrote."""
@@ -151,7 +155,7 @@ def run_verl(
         timeout: seconds; a run takes one to two minutes on two cores.
     """
     common = overrides_of(folder, model, data, rollout=rollout, ranks=ranks, steps=steps)
-    process_environment = {**os.environ, "HYDRA_FULL_ERROR": "1", "OMP_NUM_THREADS": "1"}
+    process_environment = {**OWN_CLUSTER, **os.environ, "HYDRA_FULL_ERROR": "1", "OMP_NUM_THREADS": "1"}
     process_environment |= _planted(folder, modules)
     metrics = folder / "metrics.jsonl"
     command = [
@@ -207,7 +211,7 @@ def run_together(folder: Path, runs: dict[str, list[str]], *, modules: dict[str,
         modules: name -> source of modules that every verl process imports (faults to plant).
     """
     folder.mkdir(parents=True, exist_ok=True)
-    process_environment = {**os.environ, "HYDRA_FULL_ERROR": "1", "OMP_NUM_THREADS": "1"}
+    process_environment = {**OWN_CLUSTER, **os.environ, "HYDRA_FULL_ERROR": "1", "OMP_NUM_THREADS": "1"}
     process_environment |= _planted(folder, modules)
     environment = ray_environment(VERL_FILE_LOGGER_ROOT=str(folder / "metrics"))
     named = {

@@ -56,7 +56,8 @@ WORKER_ENVIRONMENT = "ray_kwargs.ray_init.runtime_env.env_vars"
 
 def joins_a_cluster(config: Any) -> bool:
     """True when Ray will join a cluster that runs already, whose size this process does not know yet."""
-    return bool(_select(config, "ray_kwargs.ray_init.address") or os.environ.get("RAY_ADDRESS"))
+    address = _select(config, "ray_kwargs.ray_init.address") or os.environ.get("RAY_ADDRESS")
+    return bool(address) and address != "local"  # Ray's word for a cluster of its own, whatever else runs here
 
 
 # verl's own (models/transformers/monkey_patch.py); another name it skips without a word.
