@@ -81,3 +81,18 @@ def test_an_unknown_check_is_refused_with_the_nearest(looked):
     assert result.exit_code == 2
     assert "did you mean 'versions'?" in " ".join(result.stderr.split())
     assert what is None
+
+
+@pytest.mark.parametrize("by", ["environment", "option"])
+def test_local_is_a_ray_of_its_own_with_what_the_config_says_of_it(monkeypatch, by):
+    import ray
+    from omegaconf import OmegaConf
+
+    began = []
+    monkeypatch.setattr(ray, "init", lambda **given: began.append(given))
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    monkeypatch.setenv("RAY_ADDRESS", "local" if by == "environment" else "")
+    config = OmegaConf.create({"ray_kwargs": {"ray_init": {"num_cpus": 4}}})
+    with preflight._ray(config, "local" if by == "option" else None):
+        pass
+    assert (began[0]["address"], began[0]["num_cpus"]) == ("local", 4)

@@ -124,6 +124,7 @@ def _ray(config: DictConfig | None, address: str | None) -> Iterator[None]:
     from omegaconf import OmegaConf
 
     from verl_tim.launch.errors import LaunchError
+    from verl_tim.training.config import OWN_CLUSTER
 
     given: dict[str, Any] = {}
     if config is not None:
@@ -131,10 +132,12 @@ def _ray(config: DictConfig | None, address: str | None) -> Iterator[None]:
         assert isinstance(container, dict)
         given = {str(key): value for key, value in container.items() if value is not None}
     address = address or given.get("address") or os.environ.get("RAY_ADDRESS")
-    if address:
+    if address == OWN_CLUSTER:
+        given["address"] = address
+    elif address:
         given = {"address": address, "runtime_env": given.get("runtime_env", {})}
-    if address and address != "auto":
-        _answers(address)
+        if address != "auto":
+            _answers(address)
     try:
         ray.init(**given, log_to_driver=False, logging_level=logging.ERROR)
     # of Ray: no cluster there, one of another version, an argument that does not belong there

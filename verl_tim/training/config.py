@@ -54,10 +54,14 @@ EXTERNAL_LIBS = (EXTERNAL_LIB, DETERMINISTIC_LIB)
 WORKER_ENVIRONMENT = "ray_kwargs.ray_init.runtime_env.env_vars"
 
 
+OWN_CLUSTER = "local"
+"""Ray's word, in place of an address, for a cluster of its own, whatever else runs on the machine."""
+
+
 def joins_a_cluster(config: Any) -> bool:
     """True when Ray will join a cluster that runs already, whose size this process does not know yet."""
     address = _select(config, "ray_kwargs.ray_init.address") or os.environ.get("RAY_ADDRESS")
-    return bool(address) and address != "local"  # Ray's word for a cluster of its own, whatever else runs here
+    return bool(address) and address != OWN_CLUSTER
 
 
 # verl's own (models/transformers/monkey_patch.py); another name it skips without a word.
