@@ -30,6 +30,12 @@ def manifest(**trainer):
     )
 
 
+def gate_config_of(levels, steps, folder):
+    """The gate of a baseline with these levels."""
+    path = Baseline(Setup.of(manifest()), levels, steps, ["r"]).write(folder / "baseline.json")
+    return GateConfig(baseline=str(path))
+
+
 @pytest.fixture
 def gate_config(tmp_path):
     levels = {
@@ -37,8 +43,7 @@ def gate_config(tmp_path):
         "tim/delta_abs_max": Level(0.5, 1.0, 1.0),
         "tim/top1_flip_rate": Level(0.0, 0.0, 0.0),
     }
-    path = Baseline(Setup.of(manifest()), levels, 4, ["r"]).write(tmp_path / "baseline.json")
-    return GateConfig(baseline=str(path))
+    return gate_config_of(levels, 4, tmp_path)
 
 
 def test_factors_warn_and_stop(gate_config, caplog):
@@ -67,8 +72,7 @@ def flips_gate(tmp_path):
         "tim/top1_flip_rate": Level(0.0035, 0.021, 0.0035),
         "tim/router_flip_rate": Level(0.01, 0.012, 0.01),
     }
-    path = Baseline(Setup.of(manifest()), levels, 6, ["r"]).write(tmp_path / "baseline.json")
-    return BaselineGate.of(GateConfig(baseline=str(path)))
+    return BaselineGate.of(gate_config_of(levels, 6, tmp_path))
 
 
 def test_a_flip_or_two_of_a_small_sample_stop_no_run(flips_gate, caplog):

@@ -113,8 +113,8 @@ def run(settings: ProbeSettings, *, dump: Path | None = None, hidden: int = 0) -
     """
     from transformers import AutoTokenizer
 
+    from verl_tim.commands.model_folder import refuse_unreadable
     from verl_tim.commands.progress import Work
-    from verl_tim.commands.verify import refuse_unreadable
     from verl_tim.engine.errors import EngineConfigError, RequestError
     from verl_tim.launch.errors import LaunchError
     from verl_tim.models import ModelError

@@ -71,13 +71,13 @@ def command(
 def _print_worst(tokens: Sequence[WorstToken]) -> None:
     from rich.text import Text
 
-    from verl_tim.diagnosis.formats import short
+    from verl_tim.diagnosis.formats import one_line, short
 
     rows = [
         (
             short(token.delta),
             # as Text: what a model wrote is no markup
-            Text.assemble(*((part.replace("\n", "↵"), style) for part, style in _in_context(token))),
+            Text.assemble(*((one_line(part), style) for part, style in _in_context(token))),
             short(token.old_log_prob),
             short(token.rollout_log_prob),
             f"{token.step}, {token.row}, {token.place + 1}",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from verl_tim.commands.model_folder import check_model, refuse_unreadable
 from verl_tim.commands.output import bad_input, print_json, stdout
 from verl_tim.commands.quiet import quiet_libraries
 
@@ -339,29 +340,6 @@ def _run_target(folder: Path, rollout: str | None, dtypes: tuple[str, ...] | Non
     files = OmegaConf.select(config, "data.train_files") or []
     files = [files] if isinstance(files, str) else list(files)
     return Target(str(folder), str(path), name, dtypes or (run_dtype,), tuple(str(file) for file in files))
-
-
-def check_model(folder: Path, key: str = "MODEL") -> None:
-    """Raise LaunchError, of the argument or option that named it, for a folder without a model that is supported."""
-    from verl_tim.launch.errors import LaunchError
-    from verl_tim.models import ModelError, load_model_config
-
-    try:
-        load_model_config(folder)
-    except ModelError as error:
-        raise LaunchError.of(key, str(error), "give a Hugging Face folder of a supported architecture") from error
-
-
-def refuse_unreadable(model: str, *parts: str) -> None:
-    """Raise LaunchError for a model folder whose config or tokenizer (`parts`) transformers cannot read."""
-    from verl_tim.launch.checks.model import load_error
-    from verl_tim.launch.errors import LaunchError
-
-    for part in parts:
-        error = load_error(model, part, False)
-        if error:
-            remedy = f"give a Hugging Face folder with a {part} that transformers reads"
-            raise LaunchError.of("MODEL", f"{model}: the {part} cannot be read ({error})", remedy)
 
 
 def planted(name: str | None, known: Mapping[str, Fault]) -> contextlib.AbstractContextManager[None]:

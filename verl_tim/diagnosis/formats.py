@@ -53,6 +53,11 @@ def count(number: float) -> str:
     return f"{number:.0f}"
 
 
+def one_line(text: str) -> str:
+    """What a model wrote, for a cell of a table: line breaks as arrows."""
+    return text.replace("\n", "↵")
+
+
 def listed(words: list[str]) -> str:
     """a; a and b; a, b and c."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

@@ -12,6 +12,7 @@ from rich.console import RenderableType
 from torch import Tensor
 
 from verl_tim.diagnosis.bits import bit_patterns, ulp_distance
+from verl_tim.diagnosis.ladder_table import LadderTable
 from verl_tim.diagnosis.tokens import as_mask, finite_fp32
 
 SIDES = ("trainer", "rollout")
@@ -335,8 +336,6 @@ class LadderResult:
 
     def table(self, title: str = "verl-tim verify") -> RenderableType:
         """For the terminal."""
-        from verl_tim.diagnosis.ladder_table import LadderTable
-
         return LadderTable(title, self.rungs)
 
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.padding import Padding
 from rich.text import Text
 
-from verl_tim.diagnosis.gate import RungResult, ScenarioResult
+if TYPE_CHECKING:
+    from verl_tim.diagnosis.gate import RungResult, ScenarioResult
 
 HEADINGS = ("", "", "tokens", "differing", "max |d|", "max ulp")
 INDENT = 2

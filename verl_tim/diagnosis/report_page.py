@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from verl_tim.diagnosis.charts import heat_map, histogram, layer_bars
 from verl_tim.diagnosis.figures import build_sections
+from verl_tim.diagnosis.formats import one_line
 from verl_tim.diagnosis.html import figure_data, render
 from verl_tim.diagnosis.page import clocks, manifest_rows, metric_groups, run_card, sample_rows
 from verl_tim.diagnosis.report import Report
@@ -22,7 +23,7 @@ def render_report(report: Report) -> str:
         drawings.append(layer_bars(report.flips))
     return render(
         "report.html.j2",
-        filters={"one_line": lambda text: text.replace("\n", "↵")},
+        filters={"one_line": one_line},
         report=report,
         comparison=comparison,
         runs=comparison.runs,

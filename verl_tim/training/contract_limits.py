@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from verl_tim.training.finding import Finding
+
 
 class Limit(NamedTuple):
     """One setting under which the contract would be bypassed.
@@ -71,8 +73,8 @@ PADS, BUCKET = "fsdp_config.pad_to_length", "fsdp_config.pad_to_length_bucket"
 """Below a side: whether verl pads its packed micro-batches, and to a multiple of how many tokens."""
 
 
-def padding_too_long(side: str, bucket: int, context: int) -> tuple[str, str, str] | None:
-    """Key, problem and remedy where the padding of `PADS` may be longer than the model's context; None where not.
+def padding_too_long(side: str, bucket: int, context: int) -> Finding | None:
+    """What is wrong where the padding of `PADS` may be longer than the model's context; None where it is not.
 
     verl 0.9.1 pads by one more sequence, from position 0 (workers/engine/utils.py:66), and the contract computes it as
     one. verl's own forward takes any position.
@@ -84,7 +86,7 @@ def padding_too_long(side: str, bucket: int, context: int) -> tuple[str, str, st
     if bucket - 1 <= context:
         return None
     group = f"actor_rollout_ref.{side}"
-    return (
+    return Finding(
         f"{group}.{BUCKET}",
         f"it is {bucket}, and {group}.{PADS} is on: up to {bucket - 1} tokens of padding are one sequence, and the "
         f"model's context (max_position_embeddings) is {context}",

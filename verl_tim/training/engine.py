@@ -253,8 +253,7 @@ def refuse_bypasses(model_config: Any, engine_config: Any) -> None:
         side = "ref" if engine_config.forward_only else "actor"
         too_long = padding_too_long(side, engine_config.pad_to_length_bucket, context)
         if too_long:
-            key, problem, remedy = too_long
-            found.append(f"{key}: {problem}; {remedy}")
+            found.append(f"{too_long.key}: {too_long.problem}; {too_long.remedy}")
     dtype = str((engine_config.mixed_precision or {}).get("param_dtype", "bf16"))
     if dtype in ("fp16", "float16", "half"):
         found.append(

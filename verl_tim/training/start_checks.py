@@ -302,7 +302,7 @@ def _padding(view: View, _: Cluster | None) -> Iterator[Finding]:
         if view.get(f"actor_rollout_ref.{side}.{PADS}", False) and isinstance(bucket, int):
             too_long = padding_too_long(side, bucket, _context_of(view))
             if too_long:
-                yield Finding(*too_long)
+                yield too_long
 
 
 def _dtypes(view: View, _: Cluster | None) -> Iterator[Finding]:

@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 from verl_tim.commands.bench.shown import duration, machine_of, mebibytes
+from verl_tim.commands.model_folder import check_model, refuse_unreadable
 from verl_tim.commands.output import bad_input, print_json, table
 from verl_tim.commands.quiet import quiet_libraries
-from verl_tim.commands.verify import check_model, refuse_unreadable
 
 NAME = "determinism"
 HELP = (

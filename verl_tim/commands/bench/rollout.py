@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from verl_tim.commands.model_folder import check_model
 from verl_tim.commands.output import bad_input, print_json, stderr, table, writing
-from verl_tim.commands.verify import check_model
 
 if TYPE_CHECKING:
     from verl_tim.bench.rollout import Figures, Load, Split
