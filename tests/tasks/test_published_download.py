@@ -7,10 +7,12 @@ import os
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
+from verl_tim.tasks.locked import locked
 from verl_tim.tasks.published import download as downloads
 from verl_tim.tasks.published.download import DamagedDownload
 
@@ -189,3 +191,18 @@ def test_two_at_once_fetch_once(server, tmp_path):
     assert target.read_bytes() == CONTENT
     assert len(Hub.ranges) == 1
     assert not (tmp_path / "test.jsonl.part").exists()
+
+
+def test_who_waited_for_a_damaged_one_begins_anew(server, tmp_path):
+    """The one who held the partial file removes it; the next must not fill a file that has no name any more."""
+    Hub.broken = False
+    target, part = tmp_path / "test.jsonl", tmp_path / "test.jsonl.part"
+    with ThreadPoolExecutor(1) as pool:
+        with locked(part):
+            waiting = pool.submit(fetch, server, target)
+            threading.Event().wait(0.1)
+            assert not waiting.done(), "it waits"
+            part.unlink()
+        waiting.result(30)
+    assert target.read_bytes() == CONTENT
+    assert not part.exists()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_tim.tasks.errors import InputError
+from verl_tim.tasks.locked import locked
 
 DEFAULT_CACHE_DIR = Path("~/.cache/verl_tim")
 
@@ -108,17 +108,11 @@ def _make(
 @contextmanager
 def _alone(lock: Path) -> Iterator[None]:
     """Waits until nobody else holds the lock; its file goes with whoever held it."""
-    while True:
-        with lock.open("a") as stream:
-            fcntl.flock(stream, fcntl.LOCK_EX)
-            # the one before may have removed the file that was waited for
-            if not lock.exists() or lock.stat().st_ino != os.fstat(stream.fileno()).st_ino:
-                continue
-            try:
-                yield
-            finally:
-                lock.unlink()
-            return
+    with locked(lock):
+        try:
+            yield
+        finally:
+            lock.unlink()
 
 
 def read_card(folder: Path, card_name: str) -> dict[str, Any]:

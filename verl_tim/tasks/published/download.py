@@ -7,7 +7,6 @@ final name when its size and, where known, its checksum are right.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import time
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import BinaryIO
 from tqdm import tqdm
 
 from verl_tim.tasks.artifact import file_sha256
+from verl_tim.tasks.locked import locked
 
 _BLOCK = 1 << 20
 _TIMEOUT_SECONDS = 30.0
@@ -44,8 +44,7 @@ def download(url: str, target: Path, *, size: int | None, sha256: str | None, pr
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f"{target.name}.part")
     # not truncated; the position is at the end
-    with part.open("ab") as stream:
-        fcntl.flock(stream, fcntl.LOCK_EX)
+    with locked(part) as stream:
         if target.exists():
             part.unlink(missing_ok=True)
             return
