@@ -13,7 +13,6 @@ from verl_tim.launch.errors import Finding
 from verl_tim.rollout.vllm_cpu import is_cpu_build
 from verl_tim.training.config import joins_a_cluster
 
-
 _WITHOUT_GPU = dict.fromkeys(("sglang", "trtllm"), "rollout=vexact or rollout=stock") | {
     "vllm": "rollout=vexact or rollout=stock, or install vLLM's build for CPUs: scripts/vllm_cpu.sh (docs/running.md)"
 }
