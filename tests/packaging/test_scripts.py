@@ -25,7 +25,7 @@ def test_shellcheck_has_nothing_to_say():
     assert result.returncode == 0, result.stdout
 
 
-@pytest.mark.parametrize("name", ["quickstart.sh", "test.sh"])
+@pytest.mark.parametrize("name", ["quickstart.sh", "test.sh", "test_gpu.sh", "vllm_cpu.sh"])
 def test_command_scripts_are_executable(name):
     assert os.access(ROOT / "scripts" / name, os.X_OK)
     assert os.access(ROOT / ".ci" / "run", os.X_OK)

@@ -21,7 +21,12 @@ HELP = (
 NEEDS_ARGUMENTS = False
 
 RECIPE = "cpu_grpo"
-ROLLOUTS = ("vexact", "stock")
+EXACT, PEERS = "vexact", ("stock", "vllm")
+WHAT = {
+    "vexact": "equal to the trainer's log-probs, bit for bit",
+    "stock": "the same engine on stock PyTorch kernels",
+    "vllm": "vLLM, as most people run it",
+}
 
 
 def command(
@@ -31,40 +36,43 @@ def command(
     folder: Annotated[Path, typer.Option("--dir", help="Where the two runs and the comparison go.")] = Path(
         "runs/quickstart"
     ),
+    against: Annotated[
+        str,
+        typer.Option(help="The one that mismatches: stock, or vllm (without a GPU: scripts/vllm_cpu.sh first)."),
+    ] = PEERS[0],
     skip_verify: Annotated[bool, typer.Option("--skip-verify", help="Leave the exactness gate out.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> None:
     """Run the quickstart."""
+    from verl_tim.launch.errors import LaunchError
+
     started = time.monotonic()
     folder = folder.absolute()
     with bad_input():
         _say("1/5", "model and data: made once, then found again")
-        configs = {rollout: prepared(folder, rollout, overrides or []) for rollout in ROLLOUTS}
+        if against not in PEERS:
+            raise LaunchError.of("--against", f"is {against!r}", f"choose one of {', '.join(PEERS)}")
+        configs = {rollout: prepared(folder, rollout, overrides or []) for rollout in (EXACT, against)}
     for number, (rollout, config) in enumerate(configs.items(), start=2):
-        what = (
-            "equal to the trainer's log-probs, bit for bit"
-            if rollout == "vexact"
-            else "the same engine on stock PyTorch kernels"
-        )
-        _say(f"{number}/5", f"GRPO with rollout={rollout}: {what}")
+        _say(f"{number}/5", f"GRPO with rollout={rollout}: {WHAT[rollout]}")
         with bad_input():
             run_or_reuse(config, label=rollout)
     verified: dict[str, Any] | None = None
     if not skip_verify:
         _say("4/5", "the exactness gate")
-        verified = verify(folder / ROLLOUTS[0], folder / "verify.json")
+        verified = verify(folder / EXACT, folder / "verify.json")
     _say("5/5", "comparison")
     from verl_tim.commands.compare import compare_runs
 
     with bad_input():
-        comparison = compare_runs([folder / rollout for rollout in ROLLOUTS])
+        comparison = compare_runs([folder / rollout for rollout in configs])
     with bad_input(), writing("--dir"):
         json_path, html_path = comparison.write(folder)
     seconds = time.monotonic() - started
     if as_json:
         print_json(
             {
-                "runs": {rollout: str(folder / rollout) for rollout in ROLLOUTS},
+                "runs": {rollout: str(folder / rollout) for rollout in configs},
                 "verify": verified,
                 "compare": str(json_path),
                 "page": str(html_path),

@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_tim.launch.checks import trackers
 from verl_tim.launch.errors import Finding
-from verl_tim.rollout.vllm_cpu import is_cpu_build
+from verl_tim.rollout.vllm_cpu import installed, is_cpu_build
 from verl_tim.training.config import joins_a_cluster
 
 _WITHOUT_GPU = dict.fromkeys(("sglang", "trtllm"), "rollout=vexact or rollout=stock") | {
@@ -45,7 +45,7 @@ REWARD = "reward.custom_reward_function.path"
 def check_packages(config: DictConfig) -> Iterator[Finding]:
     """Packages that the chosen rollout, loggers and the verifiers of this package's tasks import and that are not
     installed, and logins that they need."""
-    if config.actor_rollout_ref.rollout.name == "vllm" and find_spec("vllm") is None:
+    if config.actor_rollout_ref.rollout.name == "vllm" and installed() is None:
         yield Finding("rollout", "vllm is not installed", "pip install 'verl_tim[gpu]', or take rollout=vexact")
     if config.trainer.use_v1 and find_spec("transfer_queue") is None:
         yield Finding("trainer.use_v1", "the V1 trainer needs TransferQueue", "pip install 'TransferQueue>=0.1.10'")
