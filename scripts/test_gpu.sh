@@ -1,20 +1,24 @@
 #!/usr/bin/env bash
 # What needs a GPU: bits first, then the whole model, then speed. Parts in the order in which a failure explains the next.
 #   scripts/test_gpu.sh [PART ...]      no part: all of them
-# Parts: kernels ops models split (with models; two GPUs or more) engine runs replay correction trainer kernels-speed rollout.
+# Parts: kernels ops models long (with models) whole split (with models; two GPUs or more) engine runs size (with whole) replay correction
+# trainer kernels-speed rollout. whole, long and size want the GPU to themselves.
 # OUT=FOLDER keeps each part's output (default: runs/gpu). A part that fails or runs past its limit hides no other; exit
 # code 0 only if every part passed.
 set -uo pipefail
 
-ALL="kernels ops models split engine runs replay correction trainer kernels-speed rollout"
+ALL="kernels ops models long whole split engine runs size replay correction trainer kernels-speed rollout"
 PARTS=${*:-$ALL}
 for name in $PARTS; do
     [[ " $ALL " == *" $name "* ]] || { echo "$0: $name is no part; parts: $ALL" >&2; exit 2; }
 done
-if [[ " $PARTS " == *" split "* && " $PARTS " != *" models "* ]]; then
-    echo "$0: split verifies the models that models makes; give both: split models" >&2
-    exit 2
-fi
+# needs PART MAKER: PART works on the model that MAKER makes
+needs() {
+    [[ " $PARTS " != *" $1 "* || " $PARTS " == *" $2 "* ]] || { echo "$0: $1 works on a model that $2 makes; give both: $1 $2" >&2; exit 2; }
+}
+needs split models
+needs long models
+needs size whole
 
 # shellcheck source=scripts/env.sh
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
@@ -45,6 +49,11 @@ part models.dense.make 120 "$PY" -m verl_tim.cli model --random qwen3-1.7b --lay
 part models.dense 400 "$PY" -m verl_tim.cli verify "$WORK/dense"
 part models.moe.make 120 "$PY" -m verl_tim.cli model --random qwen3-30b-a3b --layers 2 --out "$WORK/moe"
 part models.moe 400 "$PY" -m verl_tim.cli verify "$WORK/moe"
+# Answers longer than a few chunks of keys, and all layers.
+part long 400 "$PY" -m verl_tim.cli verify "$WORK/dense" --requests 4 --tokens 8192
+part long.moe 400 "$PY" -m verl_tim.cli verify "$WORK/moe" --requests 8 --tokens 2048
+part whole.make 120 "$PY" -m verl_tim.cli model --random qwen3-1.7b --out "$WORK/whole"
+part whole 400 "$PY" -m verl_tim.cli verify "$WORK/whole"
 part models.memory 300 "$PY" -m pytest -q -m gpu tests/training/test_memory_savers_gpu.py
 # Rollouts on two GPUs, the trainer on one: outputs split, then layers.
 gpus=$("$PY" -c 'import torch; print(torch.cuda.device_count())')
@@ -59,15 +68,27 @@ part engine 600 "$PY" -m pytest -q -m gpu tests/engine tests/rollout
 gpu_run() {
     local name=$1
     shift
-    part "$name" 400 "$PY" -m verl_tim.cli train "$@" cluster=gpu1 trainer.total_training_steps=6 trainer.val_before_train=false \
-        trainer.test_freq=-1 actor_rollout_ref.rollout.gpu_memory_utilization=0.3 "tim.run_dir=$WORK/$name"
-    [ -f "$WORK/$name/train.log" ] && cp "$WORK/$name/train.log" "$OUT/$name.train.log"
+    part "$name" 400 "$PY" -m verl_tim.cli train "$1" cluster=gpu1 trainer.total_training_steps=6 trainer.val_before_train=false \
+        trainer.test_freq=-1 actor_rollout_ref.rollout.gpu_memory_utilization=0.3 "tim.run_dir=$WORK/$name" "${@:2}"
+    for file in train.log metrics.jsonl; do
+        [ -f "$WORK/$name/$file" ] && cp "$WORK/$name/$file" "$OUT/$name.$file"
+    done
     return 0
 }
 gpu_run runs.dense recipe=cpu_grpo rollout=vexact
 gpu_run runs.moe recipe=cpu_moe_grpo rollout=vexact
 gpu_run runs.reinforce recipe=cpu_reinforce rollout=vexact
 gpu_run runs.vllm recipe=cpu_grpo rollout=vllm
+gpu_run runs.vllm_reinforce recipe=cpu_reinforce rollout=vllm
+gpu_run runs.vllm_invariant recipe=cpu_grpo rollout=vllm_invariant correction=token_tis
+# vLLM's choice of experts beside the trainer's
+gpu_run runs.vllm_moe recipe=cpu_moe_grpo rollout=vllm
+part runs.vllm_moe.routes 10 grep -c tim/router_flip_rate "$WORK/runs.vllm_moe/metrics.jsonl"
+# The shape of Qwen3-1.7B: 256 answers of up to 1,024 tokens a step; step times side by side, of one trainer.
+for rollout in vexact vllm; do
+    gpu_run "size.$rollout" recipe=dense_grpo_1gpu "rollout=$rollout" model=hf "actor_rollout_ref.model.path=$WORK/whole" task=chain_sum \
+        data.train_batch_size=32 actor_rollout_ref.rollout.n=8 data.max_response_length=1024 trainer.total_training_steps=3
+done
 # vLLM's experts against the trainer's own choice, and in its place; `verl-tim compare` of the two folders shows the rest.
 part replay.handles 200 "$PY" -m pytest -q -m gpu tests/replay
 gpu_run replay.off recipe=cpu_moe_grpo rollout=vllm trainer=stock routing_replay=off
