@@ -144,7 +144,8 @@ def test_routing_replay_reaches_the_workers_engine(replay):
 @pytest.mark.parametrize(
     ("recipe", "trainer", "returned"),
     [
-        ("cpu_moe_grpo", "contract", True),
+        # on a CPU vLLM has none to return
+        ("cpu_moe_grpo", "contract", False),
         ("evidence_grpo", "contract", False),
         ("moe_grpo", "contract", True),
         # plain transformers' routers are not recorded: vLLM's choices would have no counterpart
