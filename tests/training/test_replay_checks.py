@@ -59,6 +59,16 @@ def keys(given, *, cpu_only=False):
     return [finding.key for finding in replay_findings(given, cpu_only=cpu_only)]
 
 
+def test_vllm_returns_no_routes_on_a_cpu(moe):
+    """Its engine would die at its start; R2 needs none of the rollout's."""
+    (found,) = replay_findings(config(moe), cpu_only=True)
+    assert found.key == f"{ROLLOUT}.name"
+    assert "die at its start" in found.problem
+    assert "routing_replay=r2" in found.remedy
+    assert keys(config(moe)) == []
+    assert keys(config(moe, "R2"), cpu_only=True) == []
+
+
 @pytest.mark.parametrize("mode", ["R2", "R3"])
 def test_what_is_whole_is_taken(moe, mode):
     assert keys(config(moe, mode)) == []

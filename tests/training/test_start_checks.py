@@ -86,6 +86,54 @@ def test_vllm_has_routes_of_models_with_experts_only(config_of, folders):
     assert keys("actor_rollout_ref.rollout.name=vexact") == []
 
 
+def on_a_machine(monkeypatch, accelerator: bool) -> None:
+    monkeypatch.setattr("verl_tim.training.accelerator.host_has_accelerator", lambda: accelerator)
+
+
+@pytest.mark.parametrize("wanted", ["tim.vllm_routes", "its own key"])
+def test_vllm_has_no_routes_on_a_cpu(config_of, folders, monkeypatch, wanted):
+    engine = "actor_rollout_ref.rollout.engine_kwargs.vllm.enable_return_routed_experts"
+    config = config_of(
+        "actor_rollout_ref.rollout.name=vllm",
+        f"actor_rollout_ref.model.path={folders('qwen3_moe')}",
+        f"+{engine}=true",
+        *(["+tim.vllm_routes=true"] if wanted == "tim.vllm_routes" else []),
+    )
+    on_a_machine(monkeypatch, False)
+    (found,) = findings(config)
+    assert found.key == (wanted if wanted == "tim.vllm_routes" else engine)
+    assert "die at its start" in found.problem
+    assert "Set it to false" in found.remedy
+    on_a_machine(monkeypatch, True)
+    assert not [finding for finding in findings(config) if "routes" in finding.problem]
+
+
+INVARIANT = "ray_kwargs.ray_init.runtime_env.env_vars.VLLM_BATCH_INVARIANT"
+
+
+@pytest.mark.parametrize(
+    ("rollout", "override", "refused"),
+    [
+        ("vllm", f"+{INVARIANT}='1'", True),
+        ("vllm", "actor_rollout_ref.rollout.full_determinism=true", True),
+        ("vllm", f"+{INVARIANT}='0'", False),
+        ("vexact", f"+{INVARIANT}='1'", False),  # vLLM's variable, and no vLLM
+    ],
+)
+def test_vllm_has_no_batch_invariant_kernels_on_a_cpu(config_of, monkeypatch, rollout, override, refused):
+    """Its first request ends in "'function' object is not subscriptable"."""
+    config = config_of(f"actor_rollout_ref.rollout.name={rollout}", override)
+
+    def found():
+        return [finding for finding in findings(config) if "batch-invariant kernels need a GPU" in finding.problem]
+
+    on_a_machine(monkeypatch, False)
+    assert [finding.key for finding in found()] == ([override.lstrip("+").partition("=")[0]] if refused else [])
+    assert all("rollout=vexact" in finding.remedy for finding in found())
+    on_a_machine(monkeypatch, True)
+    assert found() == []
+
+
 def full(key: str) -> str:
     """A key of the table below, where `actor_rollout_ref.` is left out."""
     plus, key = ("+", key[1:]) if key.startswith("+") else ("", key)

@@ -18,6 +18,7 @@ from verl_tim.numerics.determinism import DROPOUT_SUFFIXES
 from verl_tim.training.config import DETERMINISTIC_LIB, EXTERNAL_LIB, ROLLOUTS, WORKER_ENVIRONMENT, reader
 from verl_tim.training.finding import Finding
 from verl_tim.training.model_file import model_file
+from verl_tim.training.vllm_checks import INVARIANT_KEY, is_batch_invariant
 
 SWITCH = "tim.deterministic"
 ENVIRONMENT = WORKER_ENVIRONMENT
@@ -207,18 +208,17 @@ def _engine(get: Callable[..., Any], where: str) -> Iterator[Finding]:
             )
         return
     if name == "vllm":
-        on = str(get(f"{ENVIRONMENT}.VLLM_BATCH_INVARIANT", "0")).strip().lower() not in ("", "0", "false")
-        if not on:
+        if not is_batch_invariant(get):
             yield Finding(
-                f"{ENVIRONMENT}.VLLM_BATCH_INVARIANT",
+                INVARIANT_KEY,
                 f"vLLM is not batch-invariant without it: {why} ({where}.name=vllm)",
-                f"Choose rollout=vllm_invariant (it sets VLLM_BATCH_INVARIANT=1), or rollout=vexact, {_OFF}",
+                f"Choose rollout=vexact, or on a GPU rollout=vllm_invariant (it sets VLLM_BATCH_INVARIANT=1), {_OFF}",
             )
         return
     yield Finding(
         f"{where}.name",
         f"{name}: {SWITCH} covers {', '.join(ROLLOUTS)} and vllm",
-        f"Choose rollout=vexact or rollout=vllm_invariant, {_OFF}",
+        f"Choose rollout=vexact, or on a GPU rollout=vllm_invariant, {_OFF}",
     )
 
 

@@ -175,6 +175,13 @@ def _returned(get: _Get, cpu_only: bool) -> Iterator[Finding]:
             f"rollout {name} is not known to return routes",
             f"Choose {', '.join(sorted(ROUTING_ROLLOUTS))}, or routing_replay=r2",
         )
+    elif name == "vllm" and cpu_only:
+        # vLLM 0.28, layers/fused_moe/routed_experts_capturer.py:289
+        yield Finding(
+            "actor_rollout_ref.rollout.name",
+            "it is vllm, and on a CPU its kernels for experts give out no routes: its engine would die at its start",
+            "Choose rollout=stock, whose routes are returned, or routing_replay=r2",
+        )
     elif name in ("vexact", "stock") and not cpu_only and int(get(_STAGES_KEY) or 1) > 1:
         yield Finding(
             _STAGES_KEY,

@@ -37,8 +37,9 @@ from verl_tim.training.dtypes import canonical
 from verl_tim.training.finding import Finding
 from verl_tim.training.model_file import model_file
 from verl_tim.training.on_policy import on_policy
-from verl_tim.training.replay_checks import has_experts, replay_findings
+from verl_tim.training.replay_checks import replay_findings
 from verl_tim.training.reuse_checks import reuse_findings
+from verl_tim.training.vllm_checks import invariance_findings, route_findings
 
 # ResourcePoolManager.max_colocate_count (single_controller/ray/base.py:192): CPUs in each rank's placement-group
 # bundle.
@@ -479,18 +480,15 @@ def _routing_replay(view: View, _: Cluster | None) -> Iterator[Finding]:
 
 
 def _vllm_routes(view: View, _: Cluster | None) -> Iterator[Finding]:
-    """vLLM returns routes (tim.vllm_routes) of models with experts only; with another its engine dies at its start."""
-    key = "actor_rollout_ref.rollout.engine_kwargs.vllm.enable_return_routed_experts"
-    if view.get("actor_rollout_ref.rollout.name") != "vllm" or not view.get(key, False):
-        return
-    if has_experts(view.get) is False:
-        wanted = view.get("tim.vllm_routes", False) is True
-        yield Finding(
-            "tim.vllm_routes" if wanted else key,
-            f"it is true, and {view.get('actor_rollout_ref.model.path')} has no experts, so vLLM would have no routes "
-            "to return",
-            "Set it to false",
-        )
+    """vLLM returns routes (tim.vllm_routes) of models with experts only, and on a CPU of none: its engine dies at its
+    start."""
+    yield from route_findings(view.get, cpu_only=view.cpu_only)
+
+
+def _vllm_invariant(view: View, _: Cluster | None) -> Iterator[Finding]:
+    """vLLM's batch-invariant kernels (rollout=vllm_invariant) need a GPU; on a CPU its engine dies at the first
+    request."""
+    yield from invariance_findings(view.get, cpu_only=view.cpu_only)
 
 
 def _deterministic(view: View, _: Cluster | None) -> Iterator[Finding]:
@@ -538,6 +536,7 @@ RULES: tuple[StartRule, ...] = (
     _reuse,
     _routing_replay,
     _vllm_routes,
+    _vllm_invariant,
     _deterministic,
     _restarts,
 )

@@ -129,6 +129,11 @@ _START_CHECKS: dict[str, tuple[str, Severity, tuple[str, ...]]] = {
         Severity.STOPS,
         ("tim.vllm_routes", f"{ROLLOUT}.engine_kwargs.vllm.enable_return_routed_experts", f"{MODEL}.path"),
     ),
+    "_vllm_invariant": (
+        "vllm-invariant",
+        Severity.STOPS,
+        ("VLLM_BATCH_INVARIANT", f"{ROLLOUT}.full_determinism"),
+    ),
     "_deterministic": (
         "deterministic",
         Severity.EXACTNESS,
