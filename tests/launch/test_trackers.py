@@ -158,7 +158,7 @@ def test_wandb_without_a_login(resolved, monkeypatch, tmp_path):
                 file.write_text(f"machine api.wandb.ai\n  login user\n  password {'k' * 40}\n")
                 patch.setenv("NETRC", str(file))
             elif way == "cluster":
-                patch.setenv("RAY_ADDRESS", "auto")
+                config = resolved("tracker=wandb", "ray_kwargs.ray_init.address=auto")
             else:
                 config = resolved("tracker=wandb", f"{ENVIRONMENT}.WANDB_MODE=offline")
             assert list(trackers.check(config)) == [], way
