@@ -166,6 +166,36 @@ def part(tokens, versions, **fields):
     return SimpleNamespace(token_ids=list(range(tokens)), extra_fields=extra)
 
 
+def test_vllms_answers_name_one_version_each_and_keep_their_choices():
+    """verl's own client drops what was recorded, and a version that changed on the way."""
+
+    def answer(tokens, version):
+        recorded = {"top1": np.arange(tokens), "routes": None, "layers": []}
+        return SimpleNamespace(
+            token_ids=list(range(tokens)), extra_fields={"global_steps": version, RECORDED_FIELD: recorded}
+        )
+
+    merged = merged_fields([answer(2, 3), answer(0, 4), answer(1, 4)])
+    assert merged[RECORDED_FIELD]["top1"].tolist() == [0, 1, 0]
+    assert (merged["min_global_steps"], merged["max_global_steps"]) == (3, 4)
+    assert token_versions(merged, 3).tolist() == [3, 3, 4]
+    with pytest.raises(ValueError, match="names versions None"):
+        merged_fields([answer(2, None)])
+
+
+@pytest.mark.parametrize(("rollout", "ours"), [("vexact", True), ("stock", True), ("vllm", True), ("sglang", False)])
+def test_asynchronous_trainers_take_it_for_servers_that_it_understands(rollout, ours):
+    from verl_tim.training.trainer_v1_async import _client
+
+    trainer = SimpleNamespace(
+        tim=object(), config=OmegaConf.create({"actor_rollout_ref": {"rollout": {"name": rollout}}})
+    )
+    manager = SimpleNamespace(get_client=lambda client_cls: client_cls)
+    assert _client(trainer, manager) is (PartialRolloutClient if ours else None)
+    trainer.tim = None
+    assert _client(trainer, manager) is None
+
+
 def test_parts_without_a_token_say_nothing():
     merged = merged_fields([part(0, [3]), part(4, [5]), part(0, [6])])
     assert (merged["min_global_steps"], merged["max_global_steps"]) == (5, 5)

@@ -79,6 +79,19 @@ async def test_why_a_response_failed_is_said_once(monkeypatch):
     assert await worker.take_failures() == []
 
 
+@pytest.mark.parametrize("calls", [1, 2])
+def test_why_a_response_failed_in_another_process_is_said_without_its_traceback(calls):
+    """Ray's own message is the traceback there: 2,000 lines of a server that many requests failed in."""
+    from ray.exceptions import RayTaskError
+
+    from verl_tim.rollout.agent_loop_v1 import _in_words
+
+    error = ValueError("no number")
+    for _ in range(calls):
+        error = RayTaskError("generate", "Traceback: line\n" * 2000, error).as_instanceof_cause()
+    assert _in_words(error) == "ValueError: no number"
+
+
 @pytest.mark.asyncio
 async def test_both_trainers_give_a_response_one_seed(monkeypatch):
     from verl.experimental.agent_loop import AgentLoopWorker

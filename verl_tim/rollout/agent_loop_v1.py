@@ -6,6 +6,7 @@ from typing import Any
 
 import ray
 import torch
+from ray.exceptions import RayTaskError
 from verl.trainer.ppo.v1 import agent_loop_tq
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 
@@ -42,7 +43,7 @@ class SeededWorkerV1(SeededResponses, CheckedRoutes, _PlainWorkerTQ):
         try:
             return await super()._run_agent_loop(params, trajectory, **kwargs)
         except Exception as error:
-            self._failures.append(f"{type(error).__name__}: {error}")
+            self._failures.append(_in_words(error))
             raise
 
     async def take_failures(self) -> list[str]:
@@ -52,6 +53,13 @@ class SeededWorkerV1(SeededResponses, CheckedRoutes, _PlainWorkerTQ):
         """
         failures, self._failures = self._failures, []
         return failures
+
+
+def _in_words(error: BaseException) -> str:
+    """Class and message; of an error in another process those of that one, for Ray's message is both tracebacks."""
+    while isinstance(error, RayTaskError) and isinstance(error.cause, BaseException):
+        error = error.cause
+    return f"{type(error).__name__}: {error}"
 
 
 class SeededManagerV1(AgentLoopManagerTQ):

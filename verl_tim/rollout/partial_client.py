@@ -1,8 +1,9 @@
 """verl's client for partial rollouts, with what the servers say of each part of a response.
 
 verl's `FullyAsyncLLMServerClient` sends an aborted request again with the tokens it has drawn, until it ends, and keeps
-four of the extra fields (llm_server.py:347). Here the answers of all attempts are looked at: every token keeps the
-version of the weights that drew it, and the recorded choices of the parts are put together.
+four of the extra fields (llm_server.py:347), of vLLM's neither the recorded choices nor the version of each token. Here
+the answers of all attempts are looked at: every token keeps the version of the weights that drew it, and the recorded
+choices of the parts are put together.
 """
 
 from __future__ import annotations

@@ -38,7 +38,9 @@ def segment_runs(extra_fields: Mapping[str, Any], tokens: int) -> Runs:
         if sum(count for _, count in runs) != tokens:
             raise ValueError(f"{VERSIONS_FIELD}={given} is not of {tokens} tokens")
         return runs
-    oldest, newest = extra_fields.get("min_global_steps"), extra_fields.get("max_global_steps")
+    # vLLM's server of verl names the one version that it holds (verl 0.9.1, vllm_async_server.py:689)
+    only = extra_fields.get("global_steps")
+    oldest, newest = extra_fields.get("min_global_steps", only), extra_fields.get("max_global_steps", only)
     if oldest is None or oldest != newest:
         raise ValueError(
             f"an answer of {tokens} tokens names versions {oldest} to {newest} and no {VERSIONS_FIELD} beside them"

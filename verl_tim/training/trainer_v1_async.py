@@ -36,8 +36,9 @@ class TimTrainerSeparateAsync(TimTrainer, PPOTrainerSeparateAsync):
 
 
 def _client(trainer: Any, manager: Any) -> Any:
-    """Our client for our servers; None for others, whose answers name one version for all tokens."""
-    if trainer.tim is None or trainer.config.actor_rollout_ref.rollout.name not in ROLLOUTS:
+    """Our client for servers whose answers it can put together: ours, and vLLM's, which end at a weight update and name
+    one version each. None for others."""
+    if trainer.tim is None or trainer.config.actor_rollout_ref.rollout.name not in (*ROLLOUTS, "vllm"):
         return None
     from verl_tim.rollout.partial_client import PartialRolloutClient
 
