@@ -75,5 +75,5 @@ def _ending(method: Any, dead_error: type[Exception]) -> Any:
 def _exit_codes(server: Any) -> dict[str, int]:
     """Of the engine's processes on this node; empty where there is no engine, or its processes are actors of Ray."""
     engine = getattr(server, "engine", None)
-    manager = None if engine is None else engine.engine_core.resources.engine_manager
+    manager: Any = None if engine is None else engine.engine_core.resources.engine_manager
     return manager.finished_procs() if hasattr(manager, "finished_procs") else {}
