@@ -450,6 +450,13 @@ CASES = [
         {f"{ROLLOUT}.engine_kwargs.vllm.enable_return_routed_experts": True},
         {f"{ROLLOUT}.engine_kwargs.vllm.enable_return_routed_experts": False},
     ),
+    Case(
+        "start.vllm-invariant",
+        f"{ROLLOUT}.full_determinism",
+        {f"{ROLLOUT}.full_determinism": True},
+        {f"{ROLLOUT}.full_determinism": False},
+        facts={"machine": NO_GPU},
+    ),
     Case("waste.nothing-to-correct", CORRECTION_KEY, TOKEN_TIS, {}, base="vexact"),
     Case("note.nothing-corrected", CORRECTION_KEY, {}, TOKEN_TIS),
     # verl's own correction

@@ -41,6 +41,9 @@ def server(monkeypatch):
                 raise answer
             return answer
 
+        async def sleep(self):
+            raise ONE
+
     module = SimpleNamespace(vLLMHttpServer=VLLMHttpServer)
     end_with_the_engine(module, DeadError)
     return lambda **codes: module.vLLMHttpServer(SimpleNamespace(finished_procs=lambda: codes))
@@ -59,6 +62,19 @@ async def test_the_server_ends_with_a_killed_engine(server, caplog):
     with pytest.raises(Left, match=str(EXIT_CODE)):
         await server(EngineCore=-signal.SIGKILL).generate(ONE)
     assert "EngineCore was ended by SIGKILL" in caplog.text
+
+
+@pytest.mark.asyncio
+async def test_it_ends_whatever_is_asked_of_it_next(server):
+    """Killed while the trainer works, the engine is missed when it shall sleep, or get weights."""
+    with pytest.raises(Left):
+        await server(EngineCore=-signal.SIGKILL).sleep()
+    with pytest.raises(EngineEnded):
+        await server(EngineCore=1).sleep()
+    made = server()
+    del made.engine  # on the other nodes of a replica
+    with pytest.raises(EngineEnded):
+        await made.sleep()
 
 
 @pytest.mark.asyncio

@@ -55,7 +55,7 @@ class CpuBuildFinder(metadata.DistributionFinder):
         if context.name != "vllm":
             return
         for found in metadata.distributions(name=_CPU_DISTRIBUTION, path=context.path):
-            yield _Named(found._path)
+            yield _Named(found._path)  # type: ignore[attr-defined]
 
 
 def answer_to_vllm() -> None:
@@ -107,7 +107,7 @@ def _pack_experts_again(model: Any) -> None:
     """vLLM 0.28 packs experts for a CPU only where it makes their kernel, so at the first load and at no other
     (unquantized_fused_moe_method.py:169): without a kernel, the next load counts as the first."""
     for layer in model.modules():
-        method = getattr(layer, "quant_method", None)
+        method: Any = getattr(layer, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
             method.moe_kernel = None
 

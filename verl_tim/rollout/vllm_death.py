@@ -6,6 +6,7 @@ Written against vLLM 0.24 and 0.28 (v1/engine/core_client.py, v1/engine/utils.py
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import os
 import signal
@@ -44,14 +45,19 @@ def end_with_the_engine(module: ModuleType, dead_error: type[Exception]) -> None
     Args:
         dead_error: vLLM's `EngineDeadError`.
     """
-    generate_ = module.vLLMHttpServer.generate
+    server = module.vLLMHttpServer
+    for name, method in list(vars(server).items()):
+        if inspect.iscoroutinefunction(method):  # a killed engine shows at whatever is asked of it next
+            setattr(server, name, _ending(method, dead_error))
 
-    @functools.wraps(generate_)
-    async def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+
+def _ending(method: Any, dead_error: type[Exception]) -> Any:
+    @functools.wraps(method)
+    async def asked(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            return await generate_(self, *args, **kwargs)
+            return await method(self, *args, **kwargs)
         except dead_error:
-            how = killed(_exit_codes(self.engine))
+            how = killed(_exit_codes(self))
             if how is not None:
                 logger.error("vLLM's engine is gone (%s), and its server (pid %s) ends with it", how, os.getpid())
                 for stream in (sys.stdout, sys.stderr):
@@ -63,10 +69,11 @@ def end_with_the_engine(module: ModuleType, dead_error: type[Exception]) -> None
                 "that begin with (EngineCore or (Worker"
             ) from None
 
-    module.vLLMHttpServer.generate = generate  # type: ignore[attr-defined]
+    return asked
 
 
-def _exit_codes(engine: Any) -> dict[str, int]:
-    """Of the engine's processes on this node; empty where they are actors of Ray."""
-    manager = engine.engine_core.resources.engine_manager
+def _exit_codes(server: Any) -> dict[str, int]:
+    """Of the engine's processes on this node; empty where there is no engine, or its processes are actors of Ray."""
+    engine = getattr(server, "engine", None)
+    manager: Any = None if engine is None else engine.engine_core.resources.engine_manager
     return manager.finished_procs() if hasattr(manager, "finished_procs") else {}
