@@ -27,6 +27,9 @@ STEPS = {
     "patch_reward_kl",
     "patch_start_checks",
     "patch_tracking",
+    "patch_vllm_cpu_draws",
+    "patch_vllm_cpu_name",
+    "patch_vllm_cpu_weights",
     "patch_vllm_recorded",
     "patch_vllm_sockets",
 }
