@@ -18,7 +18,7 @@ ROLLOUT_KEYS = re.compile(
     tim\.choices\.rollout
     | {ROLLOUT}\.(
         name | mode | engine_kwargs\..* | gpu_memory_utilization | enforce_eager | cudagraph_capture_sizes |
-        free_cache_engine | load_format | max_num_batched_tokens | max_num_seqs | max_model_len |
+        free_cache_engine | enable_sleep_mode | load_format | max_num_batched_tokens | max_num_seqs | max_model_len |
         enable_chunked_prefill | enable_prefix_caching | logprobs_mode | disable_log_stats | scheduling_policy |
         full_determinism | layered_summon | expert_parallel_size | (tensor|pipeline)_model_parallel_size
     )
