@@ -243,8 +243,8 @@ def make_llm(model_path: str, *, dtype: str, max_model_len: int, seed: int, taps
         # As cluster=cpu has it: compiling takes minutes, and vLLM asks for 92 % of the machine's memory for its cache,
         # which the other processes have a part of. VLLM_CPU_KVCACHE_SPACE (GiB), where it is set, wins.
         settings |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_CACHE_BYTES}
-        # vLLM dies at a prompt that it cuts, where requests have seeds: `plugin.patch_vllm_cpu_draws`, which its workers
-        # have below verl only.
+        # vLLM dies at a prompt that it cuts, where requests have seeds: `plugin.patch_vllm_cpu_draws`, which only
+        # workers below verl have.
         settings |= {"enable_chunked_prefill": False}
     if taps:
         settings |= {
