@@ -37,7 +37,7 @@ def tokenizer() -> transformers.PreTrainedTokenizerFast:
     return made
 
 
-def model_folder(folder: Path, kind: str = "qwen3", *, tied: bool = False, layers: int = 2) -> Path:
+def model_folder(folder: Path, kind: str = "qwen3", *, tied: bool = False, layers: int = 2, head_dim: int = 16) -> Path:
     """A random model with peaked logits (kind: qwen3 or qwen3_moe), saved in float32."""
     tokens = tokenizer()
     shape = {
@@ -47,7 +47,7 @@ def model_folder(folder: Path, kind: str = "qwen3", *, tied: bool = False, layer
         "num_hidden_layers": layers,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": 16,
+        "head_dim": head_dim,
         "max_position_embeddings": CONTEXT,
         "tie_word_embeddings": tied,
         "bos_token_id": None,
