@@ -53,6 +53,7 @@ def register() -> None:
         patch_master_port,
         patch_start_checks,
         patch_tracking,
+        patch_vllm_cpu_draws,
         patch_vllm_cpu_name,
         patch_vllm_cpu_weights,
         patch_vllm_recorded,
@@ -457,6 +458,25 @@ def patch_tracking() -> None:
 
     # the V1 trainer imports the class by name: the hook runs before it can
     _when_imported("verl.utils.tracking", patch)
+
+
+def patch_vllm_cpu_draws() -> None:
+    """verl 0.9.1, workers/rollout/vllm_rollout/vllm_async_server.py:334: prompts that vLLM cuts on a CPU.
+
+    verl lets vLLM cut a prompt that does not fit a step, and our agent loop gives each request a seed. What vLLM 0.28
+    draws after a part of a prompt it takes back by the generator's offset (v1/worker/gpu_model_runner.py:3825), which
+    generators of a CPU do not have: its engine dies ("CPU Generator does not use offset"). The patch is one of vLLM:
+    such a request's generator is not there while the step draws, so there is nothing to take back. Forbidding vLLM to
+    cut is no way out: verl would set a frozen field of its config. Unnecessary once vLLM keeps the state. No upstream
+    issue is known.
+    """
+
+    def patch(module: ModuleType) -> None:
+        from verl_tim.rollout.vllm_cpu import draw_for_whole_prompts
+
+        draw_for_whole_prompts(module)
+
+    _when_imported("vllm.v1.worker.cpu_model_runner", patch)
 
 
 def patch_vllm_cpu_name() -> None:

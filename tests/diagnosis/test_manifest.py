@@ -113,6 +113,28 @@ def test_equal_runs_differ_in_nothing():
     assert diff({"a": manifest(), "b": manifest(run={"name": "other", "started": "2026-01-01T00:00:00+00:00"})}) == []
 
 
+def test_what_another_rollout_does_not_report_is_no_difference():
+    """vLLM's server tells neither its KV cache's dtype nor its device; a value that both report still counts."""
+    told = {"compute_dtype": "bfloat16", "kv_dtype": "bfloat16", "device": "a CPU"}
+    rollout = {
+        "vexact": {"server 0": describe("vexact", **told)},
+        "vllm": {"server 0": describe("vllm", compute_dtype="float32", device=None)},
+        "later": {"server 0": describe("vexact", **told, expert_parallel=2)},
+    }
+    made = {
+        name: Manifest.from_processes(
+            run=RunFacts(name=name, rollout=name, correction="none"),
+            trainer={"actor 0": describe("fsdp2")},
+            rollout=servers,
+            old_log_probs="recompute",
+        )
+        for name, servers in rollout.items()
+    }
+    assert [d.key for d in diff({name: made[name] for name in ("vexact", "vllm")})] == ["rollout.compute_dtype"]
+    # the same rollout twice: what only one of the two says was set there
+    assert [d.key for d in diff({name: made[name] for name in ("vexact", "later")})] == ["rollout.expert_parallel"]
+
+
 def test_a_change_of_rollout_is_no_difference_but_can_be_asked_for():
     pair = {"vexact": manifest(), "stock": manifest("stock")}
     assert diff(pair) == []

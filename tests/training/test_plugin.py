@@ -27,6 +27,7 @@ STEPS = {
     "patch_reward_kl",
     "patch_start_checks",
     "patch_tracking",
+    "patch_vllm_cpu_draws",
     "patch_vllm_cpu_name",
     "patch_vllm_cpu_weights",
     "patch_vllm_death",

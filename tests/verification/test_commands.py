@@ -46,6 +46,30 @@ def test_the_model_of_the_other_kind_has_the_runs_rollout(random_models, tmp_pat
     assert dense["report"]["differing"] > 0
 
 
+@pytest.mark.parametrize("mode", ["--layers", "--ladder"])
+def test_a_file_stands_for_a_runs_rollout_that_verify_does_not_start(random_models, tmp_path, mode):
+    """A run with rollout=vllm: its own is refused with the way by a file, and that way is open."""
+    config = {"actor_rollout_ref": {"rollout": {"name": "vllm"}, "model": {"path": random_models["qwen3"]}}}
+    (tmp_path / "config.yaml").write_text(json.dumps(config))
+    out = ("--out", str(tmp_path)) if mode == "--layers" else ()
+    result = bare(str(tmp_path), mode, *out)
+    assert result.exit_code == 2
+    for word in ("rollout=vllm", "--rollout vexact or stock", "verl-tim probe", "--dump FILE"):
+        assert word in result.stderr.replace("\n", " ")
+    file = tmp_path / "dump.npz"
+    np.savez(
+        file,
+        prompt_ids=np.array([1, 2, 3]),
+        prompt_lengths=np.array([3]),
+        response_ids=np.array([4, 5]),
+        response_lengths=np.array([2]),
+        log_probs=np.array([-1.0, -2.0], np.float32),
+    )
+    result = bare(str(tmp_path), mode, *out, "--dump", str(file), "--dtype", "float32", "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["passed"]
+
+
 def test_a_planted_fault_stops_the_ladder_with_exit_code_1(random_models):
     result = verify(random_models["qwen3"], "--ladder", "--plant", "stock_activation", "--json")
     assert result.exit_code == 1

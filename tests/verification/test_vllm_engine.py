@@ -133,6 +133,70 @@ def test_hooks_give_our_names_in_forward_order(tmp_path):
     assert worker._tim_taps == {}
 
 
+class Router:
+    """Of two tokens: one whose experts come unsorted, one with a tie."""
+
+    def select_experts(self, hidden_states, router_logits):
+        return torch.tensor([[0.25, 0.75], [0.5, 0.5]]), torch.tensor([[3, 1], [2, 0]], dtype=torch.int32)
+
+
+class CpuExperts:
+    def _select_experts(self, *_args):
+        return Router().select_experts(None, None)
+
+
+class Experts(nn.Module):
+    """As vLLM 0.28's MoERunner: the router, or a kernel that takes the gate's logits and chooses inside."""
+
+    def __init__(self, gate, kernel=None):
+        super().__init__()
+        self.gate, self.router = gate, Router()
+        self._quant_method = SimpleNamespace(moe_kernel=kernel)
+
+    def forward(self, x):
+        logits, _ = self.gate(x)
+        kernel = self._quant_method.moe_kernel
+        if kernel is None:
+            self.router.select_experts(hidden_states=x, router_logits=logits)
+        elif hasattr(kernel.fused_experts, "_select_experts"):
+            kernel.fused_experts._select_experts(x, logits)
+        return x
+
+
+class GatedMoe(nn.Module):
+    def __init__(self, kernel):
+        super().__init__()
+        self.gate = Linear(8, 6)
+        self.experts = Experts(self.gate, kernel)
+
+    def forward(self, x):
+        return self.experts(x)
+
+
+@pytest.mark.parametrize("kernel", ["modular", "CPU", "fused"])
+def test_routes_are_those_that_were_chosen(kernel):
+    """and of a kernel that shows nothing, those of the gate's logits."""
+    owner = {"CPU": CpuExperts, "fused": SimpleNamespace}.get(kernel)
+    model = Model()
+    for layer in model.model.layers:
+        layer.mlp = GatedMoe(owner and SimpleNamespace(is_monolithic=True, fused_experts=owner()))
+    worker = type("Worker", (TapExtension,), {"get_model": lambda self: model})()
+    worker.tim_start_taps()
+    model(torch.arange(2))
+    name = "model.layers.0.mlp"
+    taken = dict(worker._tim_taps)
+    if kernel == "fused":
+        logits, _ = model.model.layers[0].mlp.gate(taken["model.layers.0.post_attention_layernorm"])
+        assert torch.equal(taken[f"{name}.routes"], routes_of(logits, name, 2, True)[f"{name}.routes"])
+    else:
+        assert taken[f"{name}.routes"].tolist() == [[1, 3], [2, 0]]
+        assert taken[f"{name}.router"].tolist() == [[0.75, 0.25], [0.5, 0.5]]
+    worker.tim_stop_taps()
+    worker._tim_taps.clear()
+    model(torch.arange(2))
+    assert worker._tim_taps == {}
+
+
 def test_models_of_other_names_are_refused():
     worker = type("Worker", (TapExtension,), {"get_model": lambda self: nn.Sequential(nn.Linear(2, 2))})()
     with pytest.raises(VllmError, match="no module has a known name"):

@@ -245,10 +245,14 @@ class _Rollout:
 def _facts(settings: ProbeSettings) -> dict[str, Any]:
     import torch
 
+    from verl_tim.rollout.vllm_cpu import installed
+
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    version = {"rollout version": str(installed())} if settings.rollout == "vllm" else {}
     return {
         "model": settings.model,
         "rollout": settings.rollout,
+        **version,
         "trainer": settings.trainer,
         "dtype": settings.dtype,
         "device": device,

