@@ -31,6 +31,7 @@ from verl_tim.launch.recipes import CONFIGS_PACKAGE, find_recipe
 from verl_tim.tasks.random_model import hf_config
 from verl_tim.training import accelerator
 from verl_tim.training.start_checks import Cluster, findings
+from verl_tim.training.vllm_checks import INVARIANT_KEY
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 CLUSTERS = {
@@ -58,6 +59,8 @@ def refusal(recipe, rollout, correction, cluster):
     if recipe in SPLIT and per_node % 4:
         found |= {f"{ROLLOUT}.pipeline_model_parallel_size"} if rollout == "vexact" else set()
         found |= {f"{ROLLOUT}.tensor_model_parallel_size"} if rollout.startswith("vllm") else set()
+    if rollout == "vllm_invariant" and cluster.startswith("cpu"):
+        found.add(INVARIANT_KEY)  # its kernels need a GPU
     if recipe in REINFORCE and correction == "bypass_ppo":
         found.add("algorithm.rollout_correction.loss_type")
     if recipe in REINFORCE and correction == "token_tis_ratio":
