@@ -1,5 +1,6 @@
 """vLLM's builds for CPUs: how they are told from others, and how a weight update reaches their layers."""
 
+import importlib
 import sys
 from importlib import metadata
 from types import ModuleType, SimpleNamespace
@@ -13,7 +14,9 @@ from verl_tim.rollout import vllm_cpu
 @pytest.fixture
 def packages(tmp_path, monkeypatch):
     """Of vLLM only what is added here is installed."""
-    monkeypatch.setattr(sys, "meta_path", [one for one in sys.meta_path if one is not vllm_cpu.CpuBuildFinder])
+    monkeypatch.setattr(
+        sys, "meta_path", [one for one in sys.meta_path if not isinstance(one, vllm_cpu.CpuBuildFinder)]
+    )
     here = [path for path in sys.path if not any(metadata.distributions(name="vllm-cpu", path=[path]))]
     monkeypatch.setattr(sys, "path", [str(tmp_path), *here])
 
@@ -35,6 +38,7 @@ def test_the_build_for_cpus_answers_to_vllms_name(packages):
     vllm_cpu.answer_to_vllm()
     assert metadata.version("vllm") == "0.28.0+cpu"
     assert vllm_cpu.is_cpu_build()
+    importlib.invalidate_caches()  # asks every finder
     with pytest.raises(metadata.PackageNotFoundError):
         metadata.version("no-such-package")
 

