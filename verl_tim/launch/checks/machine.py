@@ -13,6 +13,7 @@ from verl_tim.launch.errors import Finding
 from verl_tim.rollout.vllm_cpu import installed, is_cpu_build
 from verl_tim.training.config import joins_a_cluster
 
+# Rollouts that need a GPU, and what to take without one.
 _WITHOUT_GPU = dict.fromkeys(("sglang", "trtllm"), "rollout=vexact or rollout=stock") | {
     "vllm": "rollout=vexact or rollout=stock, or install vLLM's build for CPUs: scripts/vllm_cpu.sh (docs/running.md)"
 }
@@ -35,7 +36,7 @@ def check(config: DictConfig) -> Iterator[Finding]:
             else f"set trainer.n_gpus_per_node={gpus}, or start in a Ray cluster that has them",
         )
     name = config.actor_rollout_ref.rollout.name
-    if name in ("vllm", "sglang", "trtllm") and not remote and gpus == 0 and not (name == "vllm" and is_cpu_build()):
+    if name in _WITHOUT_GPU and not remote and gpus == 0 and not (name == "vllm" and is_cpu_build()):
         yield Finding("rollout", f"{name} needs a GPU, and this machine has none", f"take {_WITHOUT_GPU[name]}")
 
 
