@@ -12,7 +12,7 @@ RECIPES = sorted(path.parent.name for path in (ROOT / "recipes").glob("*/__init_
 CONFIG_GROUPS = sorted(path.parent.name for path in (ROOT / "configs").glob("*/__init__.py"))
 
 TYPE_AND_LINT = ["ruff>=0.9", "mypy>=1.13"]
-DEV = [
+TEST = [
     "pytest>=8",
     "pytest-asyncio>=0.24",
     "pytest-timeout>=2.3",
@@ -22,8 +22,8 @@ DEV = [
     # a CPU build of torch brings none; the kernels' logic is tested in its interpreter
     # (3.6: the version that the GPU stack has, and whose interpreter tests/numerics/gpu/interpreter.py repairs)
     "triton>=3.6,<3.7; platform_system == 'Linux' and platform_machine == 'x86_64'",
-    *TYPE_AND_LINT,
 ]
+DEV = [*TEST, *TYPE_AND_LINT]
 # what `tracker=` can name beside the console and files; verl itself brings wandb and tensorboard
 TRACKERS = {
     "wandb": ["wandb>=0.18"],
@@ -95,6 +95,8 @@ setup(
         "gpu": ["verl[vllm]==0.9.1"],
         **TRACKERS,
         "trackers": [package for packages in TRACKERS.values() for package in packages],
+        # what the tests need, without linters: enough for scripts/test_gpu.sh
+        "test": TEST,
         "dev": DEV,
         "all": ["verl[vllm]==0.9.1", *(package for packages in TRACKERS.values() for package in packages), *DEV],
     },

@@ -3,7 +3,8 @@
 #   scripts/test_gpu.sh [PART ...]      no part: all of them
 # Parts: kernels ops models long (with models) whole split (with models; two GPUs or more) engine runs size (with whole) replay correction
 # trainer kernels-speed rollout. whole, long and size want the GPU to themselves.
-# OUT=FOLDER keeps each part's output (default: runs/gpu). A part that fails or runs past its limit hides no other; exit
+# OUT=FOLDER keeps each part's output (default: runs/gpu). WORK=FOLDER keeps models and runs, so that a later call finds the
+# models of an earlier one (default: a folder of its own, removed at the end). A part that fails or runs past its limit hides no other; exit
 # code 0 only if every part passed.
 set -uo pipefail
 
@@ -12,23 +13,33 @@ PARTS=${*:-$ALL}
 for name in $PARTS; do
     [[ " $ALL " == *" $name "* ]] || { echo "$0: $name is no part; parts: $ALL" >&2; exit 2; }
 done
-# needs PART MAKER: PART works on the model that MAKER makes
+# what is relative is so to the folder that this is called from
+OUT=$(realpath -m "${OUT:-$(dirname "${BASH_SOURCE[0]}")/../runs/gpu}")
+[ -z "${WORK:-}" ] || WORK=$(realpath -m "$WORK")
+# needs PART MAKER MODEL...: PART works on models that MAKER makes, in this call or in an earlier one with the same WORK
 needs() {
-    [[ " $PARTS " != *" $1 "* || " $PARTS " == *" $2 "* ]] || { echo "$0: $1 works on a model that $2 makes; give both: $1 $2" >&2; exit 2; }
+    local part=$1 maker=$2 model
+    shift 2
+    [[ " $PARTS " != *" $part "* || " $PARTS " == *" $maker "* ]] && return
+    for model; do
+        [ -f "${WORK:-/nonexistent}/$model/config.json" ] ||
+            { echo "$0: $part works on a model that $maker makes; give both: $maker $part, or WORK=FOLDER of a call that made it" >&2; exit 2; }
+    done
 }
-needs split models
-needs long models
-needs size whole
+needs split models dense moe
+needs long models dense moe
+needs size whole whole
 
 # shellcheck source=scripts/env.sh
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
-find_or_make_env dev
+find_or_make_env test
 cd "$ROOT" || exit 1
 
-OUT=${OUT:-runs/gpu}
-WORK=$(mktemp -d)
-trap 'rm -rf "$WORK"' EXIT
-mkdir -p "$OUT"
+if [ -z "${WORK:-}" ]; then
+    WORK=$(mktemp -d)
+    trap 'rm -rf "$WORK"' EXIT
+fi
+mkdir -p "$OUT" "$WORK"
 failed=0
 
 # part NAME SECONDS COMMAND...: run it with a limit, keep its output, show its end

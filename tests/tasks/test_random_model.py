@@ -8,7 +8,7 @@ import torch
 from verl_tim.tasks import random_model
 from verl_tim.tasks.errors import InputError
 
-TINY = {"vocab_size": 300, "head_dim": 16}
+TINY = {"vocab_size": 640, "head_dim": 16}
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +22,7 @@ def tiny_shapes(monkeypatch):
 def test_logits_are_peaked_and_the_seed_decides_them(shape):
     first, again, other = (random_model.random_model(shape, layers=2, seed=seed) for seed in (1, 1, 2))
     assert len(first.model.layers) == 2
-    token = torch.arange(300)[None]
+    token = torch.arange(640)[None]
     with torch.no_grad():
         logits = first(token).logits
         assert torch.equal(again(token).logits, logits)
@@ -40,6 +40,16 @@ def test_the_folder_is_a_checkpoint_that_the_contract_covers(tmp_path):
     assert config.moe.num_experts == 8
     with pytest.raises(InputError, match="is not empty"):
         random_model.save_random_model("moe", folder)
+
+
+def test_the_tokenizer_has_as_many_tokens_as_the_model_has_rows(tmp_path):
+    """vLLM may draw from the tokenizer's tokens only (vllm_async_server.py:503); the trainer normalises over all."""
+    from verl_tim.tasks.tokenizer import load_tokenizer
+
+    folder = random_model.save_random_model("dense", tmp_path / "dense", layers=1)
+    tokenizer = load_tokenizer(folder)
+    assert len(tokenizer) == 640
+    assert tokenizer.decode([639]) == "<639>"
 
 
 @pytest.mark.parametrize(

@@ -89,3 +89,13 @@ def test_another_process_makes_the_same_one(folder, tmp_path):
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=120)
     for file in folder.iterdir():
         assert (tmp_path / file.name).read_bytes() == file.read_bytes(), file.name
+
+
+def test_more_tokens_than_were_learned_change_no_text():
+    small, large = (build_tokenizer(model_max_length=64, vocab_size=size) for size in (VOCAB_SIZE, 2048))
+    text = "what is 12 + <513> 4?\n é"
+    assert len(large) == 2048
+    assert large.encode(text) == small.encode(text)
+    assert large.decode([VOCAB_SIZE, 2047]) == f"<{VOCAB_SIZE}><2047>"
+    with pytest.raises(ValueError, match="vocab_size=100: the tokenizer has at least 512 tokens"):
+        build_tokenizer(model_max_length=64, vocab_size=100)

@@ -76,6 +76,16 @@ def test_verls_own_engine_can_be_described_too(folders, process_group):
     assert facts.head_dtype == facts.compute_dtype == "bfloat16"
 
 
+def test_parameters_kept_elsewhere_between_turns_do_not_say_where_the_engine_computes(folders, process_group):
+    """verl's param_offload leaves them in the host's memory; a GPU's trainer then named the contract of CPUs."""
+    side = TrainerSide(folders("qwen3"))
+    at_work = describe_engine(side.engine)
+    side.engine.module.to("meta")
+    away = describe_engine(side.engine)
+    for key in ("contract_id", "device_type", "device", "attention_backend"):
+        assert away[key] == at_work[key] is not None
+
+
 def test_a_server_of_another_backend_is_described_from_verls_config_there():
     from hydra import compose, initialize_config_module
 

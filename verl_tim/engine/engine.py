@@ -85,6 +85,8 @@ class Engine:
         self._ranks = ranks
         self._in_flight: Launched | None = None
         self._ready: list[RequestOutput] = []  # ended in a step that another verb waited for
+        self._closed = False
+        self._owns_model = model is None
         if device is None and (where := rank_device(config.device, 0 if ranks is None else ranks.rank)).type == "cuda":
             device = CudaDevice(where)
         if device is None and config.gpu_memory_utilization is not None:
@@ -395,6 +397,8 @@ class Engine:
         return self._scheduler.abort(dict.fromkeys(request_ids))
 
     def _check_alive(self) -> None:
+        if self._closed and isinstance(self._failure, EngineDeadError):
+            raise EngineDeadError(f"{self._failure}; make a new engine")
         if self._failure is not None:
             raise EngineDeadError(
                 f"a step failed before: {type(self._failure).__name__}: {self._failure}; make a new engine"
@@ -565,7 +569,24 @@ class Engine:
         return [function(self)]
 
     def close(self) -> None:
-        """End what the engine started; an engine on one device started nothing. Idempotent."""
+        """Give back what the engine holds of its device: KV pages, graphs, and the weights of a model that it built.
+
+        Every later verb raises EngineDeadError. Idempotent. Without it the memory is held until Python's garbage
+        collector comes by, since a graph runner and its graphs hold each other.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if self._failure is None:
+                self._settle()
+        finally:
+            if self._failure is None:
+                self._failure = EngineDeadError("the engine was closed")
+            self._runner.release_kv_cache()
+            if self._owns_model:
+                self._model.release_weights()
+            self._no_weights = "the engine was closed"
 
     def audit(self) -> None:
         """Check all accounting; an AssertionError names the rule that is broken."""

@@ -188,13 +188,15 @@ class ParallelEngine(Engine):
         return {**super().describe(), "ranks": self.config.num_ranks}
 
     def close(self) -> None:
-        """End the worker processes, or leave the crew they belong to; every later verb raises EngineDeadError.
+        """End the worker processes, or leave the crew they belong to, and give back what is held here; every later verb
+        raises EngineDeadError.
 
         Idempotent.
         """
         if self._failure is None:
-            self._failure = EngineDeadError("the engine was closed")
+            self._failure = EngineDeadError("the engine was closed")  # no settling: the others are not asked any more
         self._dismiss()
+        super().close()
 
     # Losses.
 

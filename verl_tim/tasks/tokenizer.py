@@ -7,6 +7,7 @@ NFC normaliser, which makes decode(encode(text)) differ from text.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from itertools import islice
@@ -42,13 +43,22 @@ _CORPUS_SEED = 0
 _CORPUS_PROBLEMS_PER_TASK = 400
 
 
-def build_tokenizer(*, model_max_length: int) -> PreTrainedTokenizerFast:
+def build_tokenizer(*, model_max_length: int, vocab_size: int = VOCAB_SIZE) -> PreTrainedTokenizerFast:
     """The tokenizer, the same one for every task, model and seed: a function of the installed reasoning-gym and
     tokenizers only.
 
     Its special tokens: pad `<|endoftext|>`, end of turn (eos) `<|im_end|>`, start of turn `<|im_start|>`; pad and
     eos differ, so that masking one never masks the other. Any text survives encode and decode unchanged.
+
+    Args:
+        vocab_size: more than the tasks' texts need: the rest are tokens that no text is encoded to, for models that
+            have so many rows.
+
+    Raises:
+        ValueError: vocab_size is less than what is learned.
     """
+    if vocab_size < VOCAB_SIZE:
+        raise ValueError(f"vocab_size={vocab_size}: the tokenizer has at least {VOCAB_SIZE} tokens")
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -68,6 +78,8 @@ def build_tokenizer(*, model_max_length: int) -> PreTrainedTokenizerFast:
         raise RuntimeError(
             f"tokenizer: learned {core.get_vocab_size()} tokens in place of {VOCAB_SIZE}; the corpus is too small"
         )
+    if vocab_size > VOCAB_SIZE:
+        core = _filled(core, vocab_size)
     return PreTrainedTokenizerFast(
         tokenizer_object=core,
         eos_token=END_TOKEN,
@@ -78,6 +90,14 @@ def build_tokenizer(*, model_max_length: int) -> PreTrainedTokenizerFast:
         model_max_length=model_max_length,
         padding_side="left",
     )
+
+
+def _filled(core: Tokenizer, vocab_size: int) -> Tokenizer:
+    """With tokens that no merge makes, such as "<512>", up to vocab_size."""
+    spec = json.loads(core.to_str())
+    vocabulary = spec["model"]["vocab"]
+    vocabulary.update({f"<{number}>": number for number in range(len(vocabulary), vocab_size)})
+    return Tokenizer.from_str(json.dumps(spec))
 
 
 def load_tokenizer(folder: str | os.PathLike[str]) -> PreTrainedTokenizerBase:

@@ -41,7 +41,7 @@ def ladder(subject: Subject) -> list[Rung]:
 def bound(scenario: Callable[[Subject], ScenarioResult], subject: Subject) -> tuple[str, Callable[[], ScenarioResult]]:
     """A scenario as a rung takes it: its title (its docstring up to the first colon or stop), and a call that times it.
 
-    A trainer that cannot update fails the scenario.
+    A trainer that cannot update fails the scenario. Its engines end with it.
     """
     title = (scenario.__doc__ or scenario.__name__).split(".")[0].split(":")[0]
 
@@ -51,6 +51,8 @@ def bound(scenario: Callable[[Subject], ScenarioResult], subject: Subject) -> tu
             result = scenario(subject)
         except UpdateError as error:
             result = ScenarioResult(title, error=str(error))
+        finally:
+            subject.close_engines()
         return dataclasses.replace(result, seconds=time.perf_counter() - began)
 
     return title, run

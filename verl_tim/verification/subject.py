@@ -72,7 +72,8 @@ class Subject:
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     _crew: Crew | None = field(default=None, repr=False)
-    _updates: list[list[tuple[str, Tensor]]] = field(default_factory=list, repr=False)
+    _engines: list[Engine] = field(default_factory=list, repr=False)
+    _weights: list[tuple[str, Tensor]] | None = field(default=None, repr=False)  # of the last update
 
     def __post_init__(self) -> None:
         check_split(self.model_path, self.tensor_parallel, self.pipeline_parallel)
@@ -82,6 +83,7 @@ class Subject:
         )
         probe = self.whole_engine()
         self.max_model_len, self.vocab_size = probe.max_model_len, probe.vocab_size
+        self.close_engines()
         self.rng = np.random.default_rng(self.seed)
 
     @property
@@ -90,7 +92,7 @@ class Subject:
         return self.rollout == "vexact" and self.trainer_numerics == "contract"
 
     def engine(self, **settings: Any) -> Engine:
-        """A fresh rollout engine that holds the trainer's weights of now.
+        """A fresh rollout engine that holds the trainer's weights of now, until `close_engines`.
 
         Args:
             settings: fields of `EngineConfig`.
@@ -109,8 +111,9 @@ class Subject:
         if made.num_ranks > 1 and self._crew is None:
             self._crew = Crew(Split.of(made))
         engine = start_engine(made, crew=self._crew)
-        if self._updates:
-            engine.update_weights(self._updates[-1], self.weight_version)
+        self._engines.append(engine)
+        if self._weights is not None:
+            engine.update_weights(self._weights, self.weight_version)
         return engine
 
     def whole_engine(self, **settings: Any) -> Engine:
@@ -121,8 +124,14 @@ class Subject:
         """An engine with the weights of now whose model may be run by itself: `engine` unless it is split."""
         return engine if engine.config.num_ranks == 1 else self.whole_engine()
 
+    def close_engines(self) -> None:
+        """Give back what the engines made so far hold of the device: of a large model it has room for a few."""
+        while self._engines:
+            self._engines.pop().close()
+
     def close(self) -> None:
-        """End the processes of split engines."""
+        """End the engines, and the processes of split ones."""
+        self.close_engines()
         if self._crew is not None:
             self._crew.close()
 
@@ -139,7 +148,7 @@ class Subject:
         if not np.isfinite(norm) or norm == 0.0:
             raise UpdateError(f"the trainer's update has gradient norm {norm}: no weight can have changed")
         weights = [(name, tensor.clone()) for name, tensor in self.trainer.weights()]
-        self._updates.append(weights)
+        self._weights = weights
         self.weight_version += 1
         return weights
 
@@ -185,6 +194,7 @@ class Subject:
         top = [
             response_logits(engine.model, p.token_P, p.answered(o).response_R).softmax(-1).amax(-1) for p, o in drawn
         ]
+        engine.close()
         recorded = torch.tensor([value for _, output in drawn for value in output.log_probs])
         return {
             "mean_top_probability": round(float(torch.cat(top).mean()), 4),
