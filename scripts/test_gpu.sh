@@ -95,10 +95,16 @@ gpu_run runs.vllm_invariant recipe=cpu_grpo rollout=vllm_invariant correction=to
 # vLLM's choice of experts beside the trainer's
 gpu_run runs.vllm_moe recipe=cpu_moe_grpo rollout=vllm
 part runs.vllm_moe.routes 10 grep -c tim/router_flip_rate "$WORK/runs.vllm_moe/metrics.jsonl"
-# The shape of Qwen3-1.7B: 256 answers of up to 1,024 tokens a step; step times side by side, of one trainer.
+# The shape of Qwen3-1.7B, parameters offloaded between turns: 256 answers of up to 1,024 tokens a step; step times side by side, of one trainer.
 for rollout in vexact vllm; do
     gpu_run "size.$rollout" recipe=dense_grpo_1gpu "rollout=$rollout" model=hf "actor_rollout_ref.model.path=$WORK/whole" task=chain_sum \
         data.train_batch_size=32 actor_rollout_ref.rollout.n=8 data.max_response_length=1024 trainer.total_training_steps=3
+done
+# The shape of Qwen3-30B-A3B with four of its layers: a few steps of a mixture's recipe.
+part size.moe.make 120 "$PY" -m verl_tim.cli model --random qwen3-30b-a3b --layers 4 --out "$WORK/moe4"
+for rollout in vexact vllm; do
+    gpu_run "size.moe.$rollout" recipe=moe_grpo_1gpu "rollout=$rollout" model=hf "actor_rollout_ref.model.path=$WORK/moe4" \
+        data.train_batch_size=32 actor_rollout_ref.rollout.n=8 data.max_response_length=512 trainer.total_training_steps=3
 done
 # vLLM's experts against the trainer's own choice, and in its place; `verl-tim compare` of the two folders shows the rest.
 part replay.handles 200 "$PY" -m pytest -q -m gpu tests/replay
