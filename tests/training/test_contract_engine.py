@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -203,3 +204,21 @@ def test_engine_settings_that_the_contract_cannot_hold_with(folders, process_gro
     monkeypatch.setattr(sides, "FSDPEngineConfig", lambda **kwargs: original(**{**kwargs, **changes}))
     with pytest.raises(ConfigError, match=named):
         TrainerSide(folders("qwen3"))
+
+
+def test_kernels_are_probed_where_the_engine_computes(monkeypatch):
+    """verl's CPUOffloadPolicy (ref, fsdp_config.offload_policy) builds a module whose parameters are the host's."""
+    import verl_tim.numerics.probe as probes
+    import verl_tim.training.engine as engines
+
+    probed = []
+    monkeypatch.setattr(engines, "compute_device", lambda: torch.device("meta"))
+    monkeypatch.setattr(probes, "probe", lambda device, *_, attention: probed.append((device.type, attention)))
+    monkeypatch.setattr(engines.FSDPEngineWithLMHead, "_build_fsdp_module", lambda _, module: module)
+    engine = object.__new__(engines.ContractFSDPEngineWithLMHead)
+    engine.numerics, engine._replay_mode, engine._autocast_dtype = "contract", "off", torch.bfloat16
+    engine.contract = SimpleNamespace(
+        attention_on=lambda device: f"attention of {device.type}", config=SimpleNamespace(probe_shapes=())
+    )
+    engine._build_fsdp_module(torch.nn.Linear(1, 1))
+    assert probed == [("meta", "attention of meta")]

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from verl.plugin.platform import get_platform
-from verl.utils.device import get_device_id, get_device_name
 
 from verl_tim.diagnosis.process import process_facts
+from verl_tim.training.compute_device import compute_device
 from verl_tim.training.dtypes import canonical
 
 
@@ -21,8 +21,7 @@ def describe_engine(engine: Any) -> dict[str, Any]:
     """
     config, model_config = engine.engine_config, engine.model_config
     parameters = list(engine.module.parameters())
-    # where it computes: between its turns an engine that offloads keeps its parameters in the host's memory
-    device = _compute_device()
+    device = compute_device()
     numerics = getattr(engine, "numerics", "stock")
     compute = getattr(engine, "compute_dtype", engine._autocast_dtype)
     mixed_precision = config.mixed_precision or {}
@@ -95,12 +94,6 @@ def describe_foreign_server(server: Any, name: str) -> dict[str, Any]:
         "extra": {"enforce_eager": bool(config.enforce_eager), "full_determinism": bool(config.full_determinism)},
         **own,
     }
-
-
-def _compute_device() -> torch.device:
-    """Device on which verl's engine runs its model (`FSDPEngine.to`, verl 0.9.1)."""
-    name = get_device_name()
-    return torch.device(name) if name == "cpu" else torch.device(name, get_device_id())
 
 
 def _contract_id(device: torch.device, dtype: torch.dtype, attention: str) -> str:

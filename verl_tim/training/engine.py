@@ -27,6 +27,7 @@ from verl_tim.numerics import determinism
 from verl_tim.plugin import loaded
 from verl_tim.replay import RoutingReplay
 from verl_tim.sequence_parallel import SEQUENCE_PARALLEL_KEYS
+from verl_tim.training.compute_device import compute_device
 from verl_tim.training.config import (
     BACKEND_KEY,
     CONTRACT_BACKEND,
@@ -111,7 +112,7 @@ class ContractFSDPEngineWithLMHead(FSDPEngineWithLMHead):
             from verl_tim.numerics.probe import probe
 
             # Raises where this process's kernels do not keep the contract at the model's shapes.
-            device = next(module.parameters()).device
+            device = compute_device()
             attention = self.contract.attention_on(device)
             probe(device, self.compute_dtype, self.contract.config.probe_shapes, attention=attention)
         if self._replay_mode != "off":
