@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What needs a GPU: bits first, then the whole model, then speed. Parts in the order in which a failure explains the next.
-#   scripts/test_gpu.sh [PART ...]      no part: all of them
+#   scripts/test_gpu.sh [PART ...]      no part: all of them; a part of a part by its name in the output, such as runs.vllm_moe
 # Parts: kernels ops models long (with models) whole split (with models; two GPUs or more) engine runs size (with whole) replay correction
 # trainer kernels-speed rollout. whole, long and size want the GPU to themselves.
 # OUT=FOLDER keeps each part's output (default: runs/gpu). WORK=FOLDER keeps models and runs, so that a later call finds the
@@ -11,7 +11,7 @@ set -uo pipefail
 ALL="kernels ops models long whole split engine runs size replay correction trainer kernels-speed rollout"
 PARTS=${*:-$ALL}
 for name in $PARTS; do
-    [[ " $ALL " == *" $name "* ]] || { echo "$0: $name is no part; parts: $ALL" >&2; exit 2; }
+    [[ " $ALL " == *" ${name%%.*} "* ]] || { echo "$0: $name is no part; parts: $ALL" >&2; exit 2; }
 done
 # what is relative is so to the folder that this is called from
 OUT=$(realpath -m "${OUT:-$(dirname "${BASH_SOURCE[0]}")/../runs/gpu}")
@@ -40,30 +40,47 @@ if [ -z "${WORK:-}" ]; then
     trap 'rm -rf "$WORK"' EXIT
 fi
 mkdir -p "$OUT" "$WORK"
-failed=0
+failed=0 ran=0
+
+# wanted NAME: it, or what it is a part of, was asked for
+wanted() {
+    local part
+    for part in $PARTS; do
+        [[ $1 == "$part" || $1 == "$part".* ]] && return 0
+    done
+    return 1
+}
 
 # part NAME SECONDS COMMAND...: run it with a limit, keep its output, show its end
 part() {
     local name=$1 limit=$2 began=$SECONDS status=0
     shift 2
-    [[ " $PARTS " == *" ${name%%.*} "* ]] || return 0
+    wanted "$name" || return 0
+    ran=$((ran + 1))
     timeout "$limit" "$@" >"$OUT/$name.log" 2>&1 || status=$?
     printf '\n== %s: %s (%d s)\n' "$name" "$([ "$status" = 0 ] && echo passed || echo "FAILED ($status)")" $((SECONDS - began))
     tail -n 15 "$OUT/$name.log" | cut -c1-200
     [ "$status" = 0 ] || failed=1
 }
 
+# model PART NAME SHAPE [OPTION...]: random weights, made unless an earlier call did
+model() {
+    local name=$1 folder=$WORK/$2 shape=$3
+    shift 3
+    [ -f "$folder/config.json" ] || part "$name" 120 "$PY" -m verl_tim.cli model --random "$shape" --out "$folder" "$@"
+}
+
 part kernels 600 "$PY" -m pytest -q -m gpu tests/numerics
 part ops 120 "$PY" -m verl_tim.cli verify --ops
 # Published shapes with few layers: random weights, peaked logits; every scenario of the exactness gate.
-part models.dense.make 120 "$PY" -m verl_tim.cli model --random qwen3-1.7b --layers 4 --out "$WORK/dense"
+model models.dense.make dense qwen3-1.7b --layers 4
 part models.dense 400 "$PY" -m verl_tim.cli verify "$WORK/dense"
-part models.moe.make 120 "$PY" -m verl_tim.cli model --random qwen3-30b-a3b --layers 2 --out "$WORK/moe"
+model models.moe.make moe qwen3-30b-a3b --layers 2
 part models.moe 400 "$PY" -m verl_tim.cli verify "$WORK/moe"
 # Answers longer than a few chunks of keys, and all layers.
 part long 400 "$PY" -m verl_tim.cli verify "$WORK/dense" --requests 4 --tokens 8192
 part long.moe 400 "$PY" -m verl_tim.cli verify "$WORK/moe" --requests 8 --tokens 2048
-part whole.make 120 "$PY" -m verl_tim.cli model --random qwen3-1.7b --out "$WORK/whole"
+model whole.make whole qwen3-1.7b
 part whole 400 "$PY" -m verl_tim.cli verify "$WORK/whole"
 part models.memory 300 "$PY" -m pytest -q -m gpu tests/training/test_memory_savers_gpu.py
 # Rollouts on two GPUs, the trainer on one: outputs split, then layers.
@@ -72,6 +89,7 @@ if [ "$gpus" -ge 2 ]; then
     part split.tensor 400 "$PY" -m verl_tim.cli verify "$WORK/dense" "$WORK/moe" --tensor-parallel 2
     part split.pipeline 400 "$PY" -m verl_tim.cli verify "$WORK/dense" "$WORK/moe" --pipeline-parallel 2
 elif [[ " $PARTS " == *" split "* ]]; then
+    ran=$((ran + 1))
     printf '\n== split: skipped, it needs two GPUs and there is %s\n' "$gpus"
 fi
 part engine 600 "$PY" -m pytest -q -m gpu tests/engine tests/rollout
@@ -101,7 +119,7 @@ for rollout in vexact vllm; do
         data.train_batch_size=32 actor_rollout_ref.rollout.n=8 data.max_response_length=1024 trainer.total_training_steps=3
 done
 # The shape of Qwen3-30B-A3B with four of its layers: a few steps of a mixture's recipe.
-part size.moe.make 120 "$PY" -m verl_tim.cli model --random qwen3-30b-a3b --layers 4 --out "$WORK/moe4"
+model size.moe.make moe4 qwen3-30b-a3b --layers 4
 for rollout in vexact vllm; do
     gpu_run "size.moe.$rollout" recipe=moe_grpo_1gpu "rollout=$rollout" model=hf "actor_rollout_ref.model.path=$WORK/moe4" \
         data.train_batch_size=32 actor_rollout_ref.rollout.n=8 data.max_response_length=512 trainer.total_training_steps=3
@@ -117,4 +135,5 @@ part kernels-speed 600 "$PY" -m verl_tim.cli bench kernels --part gemm --part at
 part rollout.alone 300 "$PY" -m verl_tim.cli bench rollout --shape qwen3-1.7b --engine vexact --load 16x128x512 --load 256x128x512
 part rollout.peer 500 "$PY" -m verl_tim.cli bench rollout --shape qwen3-1.7b --engine vexact --engine vllm --load 16x128x512 --load 256x128x512
 
+[ "$ran" != 0 ] || { echo "$0: $PARTS names nothing that there is" >&2; exit 2; }
 exit "$failed"
