@@ -586,6 +586,8 @@ class Engine:
             self._runner.release_kv_cache()
             if self._owns_model:
                 self._model.release_weights()
+                if self._graph_runner is not None:
+                    self._graph_runner.forget_graphs()  # hands the device what the weights have left free
             self._no_weights = "the engine was closed"
 
     def audit(self) -> None:
