@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # What needs a GPU: bits first, then the whole model, then speed. Parts in the order in which a failure explains the next.
 #   scripts/test_gpu.sh [PART ...]      no part: all of them; a part of a part by its name in the output, such as runs.vllm_moe
-# Parts: kernels ops models long (with models) whole split (with models; two GPUs or more) engine runs size (with whole) replay correction
+# Parts: kernels ops models long (with models) whole split (with models; two GPUs or more) engine rest runs size (with whole) replay correction
 # trainer kernels-speed rollout. whole, long and size want the GPU to themselves.
 # OUT=FOLDER keeps each part's output (default: runs/gpu). WORK=FOLDER keeps models and runs, so that a later call finds the
 # models of an earlier one (default: a folder of its own, removed at the end). A part that fails or runs past its limit hides no other; exit
 # code 0 only if every part passed.
 set -uo pipefail
 
-ALL="kernels ops models long whole split engine runs size replay correction trainer kernels-speed rollout"
+ALL="kernels ops models long whole split engine rest runs size replay correction trainer kernels-speed rollout"
 PARTS=${*:-$ALL}
 for name in $PARTS; do
     [[ " $ALL " == *" ${name%%.*} "* ]] || { echo "$0: $name is no part; parts: $ALL" >&2; exit 2; }
@@ -72,14 +72,20 @@ model() {
 
 part kernels 600 "$PY" -m pytest -q -m gpu tests/numerics
 part ops 120 "$PY" -m verl_tim.cli verify --ops
+part ops.fa3 120 "$PY" -m verl_tim.cli verify --ops --attention fa3
 # Published shapes with few layers: random weights, peaked logits; every scenario of the exactness gate.
 model models.dense.make dense qwen3-1.7b --layers 4
 part models.dense 400 "$PY" -m verl_tim.cli verify "$WORK/dense"
 model models.moe.make moe qwen3-30b-a3b --layers 2
 part models.moe 400 "$PY" -m verl_tim.cli verify "$WORK/moe"
-# Answers longer than a few chunks of keys, and all layers.
+model models.qwen2.make qwen2 qwen2.5-0.5b --layers 4
+part models.qwen2 400 "$PY" -m verl_tim.cli verify "$WORK/qwen2"
+model models.llama.make llama llama-3.2-1b --layers 4
+part models.llama 400 "$PY" -m verl_tim.cli verify "$WORK/llama"
+# Answers longer than a few chunks of keys, up to the paper's, and all layers.
 part long 400 "$PY" -m verl_tim.cli verify "$WORK/dense" --requests 4 --tokens 8192
-part long.moe 400 "$PY" -m verl_tim.cli verify "$WORK/moe" --requests 8 --tokens 2048
+part long.moe 400 "$PY" -m verl_tim.cli verify "$WORK/moe" --requests 4 --tokens 8192
+part long.most 600 "$PY" -m verl_tim.cli verify "$WORK/dense" --requests 2 --tokens 20480
 model whole.make whole qwen3-1.7b
 part whole 400 "$PY" -m verl_tim.cli verify "$WORK/whole"
 part models.memory 300 "$PY" -m pytest -q -m gpu tests/training/test_memory_savers_gpu.py
@@ -93,6 +99,8 @@ elif [[ " $PARTS " == *" split "* ]]; then
     printf '\n== split: skipped, it needs two GPUs and there is %s\n' "$gpus"
 fi
 part engine 600 "$PY" -m pytest -q -m gpu tests/engine tests/rollout
+# What else has tests for a GPU; one makes a model.
+part rest 500 "$PY" -m pytest -q -m gpu tests/bench tests/correction tests/diagnosis tests/tasks
 # verl from end to end on this GPU; the gate stops a run at the first differing bit. One at a time: each start takes a minute.
 gpu_run() {
     local name=$1
@@ -107,6 +115,10 @@ gpu_run() {
 gpu_run runs.dense recipe=cpu_grpo rollout=vexact
 gpu_run runs.moe recipe=cpu_moe_grpo rollout=vexact
 gpu_run runs.reinforce recipe=cpu_reinforce rollout=vexact
+gpu_run runs.moe_reinforce recipe=cpu_reinforce rollout=vexact model=tiny_qwen3_moe
+gpu_run runs.tools recipe=cpu_tool_grpo rollout=vexact
+gpu_run runs.async recipe=cpu_grpo rollout=vexact trainer.v1.trainer_mode=colocate_async
+gpu_run runs.reuse recipe=cpu_grpo rollout=vexact tim.reuse_rollout_log_probs.enabled=true tim.reuse_rollout_log_probs.audit_every=3
 gpu_run runs.vllm recipe=cpu_grpo rollout=vllm
 gpu_run runs.vllm_reinforce recipe=cpu_reinforce rollout=vllm
 gpu_run runs.vllm_invariant recipe=cpu_grpo rollout=vllm_invariant correction=token_tis

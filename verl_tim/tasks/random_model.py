@@ -26,7 +26,9 @@ _MOE: dict[str, Any] = {"num_experts": 128, "num_experts_per_tok": 8, "norm_topk
 
 
 def _shape(hidden: int, inner: int, layers: int, heads: int, kv_heads: int, tied: bool, **more: Any) -> dict[str, Any]:
+    """Fields of a transformers config; `family` is the first part of its classes' names."""
     return {
+        "family": "Qwen3Moe" if "num_experts" in more else "Qwen3",
         **_QWEN3,
         "hidden_size": hidden,
         "intermediate_size": inner,
@@ -44,8 +46,19 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-4b": _shape(2560, 9728, 36, 32, 8, True),
     "qwen3-8b": _shape(4096, 12288, 36, 32, 8, False),
     "qwen3-30b-a3b": _shape(2048, 6144, 48, 32, 4, False, moe_intermediate_size=768, **_MOE),
-}
-"""Sources: the config.json of Qwen/Qwen3-0.6B, -1.7B, -4B, -8B and -30B-A3B."""
+    # heads of 64, biases and no norm of queries and keys
+    "qwen2.5-0.5b": _shape(896, 4864, 24, 14, 2, True, family="Qwen2", head_dim=64, max_position_embeddings=32768),
+    # heads of 64, another vocabulary, frequencies of RoPE scaled
+    "llama-3.2-1b": _shape(
+        2048, 8192, 16, 32, 8, True, family="Llama", head_dim=64, vocab_size=128256, rms_norm_eps=1e-5,
+        max_position_embeddings=131072,
+        rope_parameters={
+            "rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+        },
+    ),
+}  # fmt: skip
+"""Sources: config.json of Qwen/Qwen3-0.6B, -1.7B, -4B, -8B, -30B-A3B, Qwen/Qwen2.5-0.5B, meta-llama/Llama-3.2-1B."""
 
 LOGIT_STD = 10.0  # of the random logits; the most probable of 151,936 tokens then has about half of the mass
 _INITIAL_STD = 0.02
@@ -62,9 +75,11 @@ def hf_config(shape: str, *, layers: int | None = None) -> Any:
         if not 1 <= layers <= fields["num_hidden_layers"]:
             raise InputError(f"layers={layers}: {shape} has {fields['num_hidden_layers']}; choose 1 to that")
         fields["num_hidden_layers"] = layers
-    kind = "Qwen3Moe" if "num_experts" in fields else "Qwen3"
-    config = getattr(transformers, f"{kind}Config")(**fields, initializer_range=_INITIAL_STD)
-    config.architectures = [f"{kind}ForCausalLM"]
+    family = fields.pop("family")
+    if "rope_parameters" in fields:
+        del fields["rope_theta"]  # it is among them
+    config = getattr(transformers, f"{family}Config")(**fields, initializer_range=_INITIAL_STD)
+    config.architectures = [f"{family}ForCausalLM"]
     return config
 
 
@@ -86,7 +101,7 @@ def random_model(
         torch.set_default_dtype(before)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.endswith("norm.weight"):
+            if name.endswith(("norm.weight", ".bias")):  # which are 1 and 0 at the start, and would not be missed
                 parameter.add_(0.1 * torch.randn_like(parameter))
         model.model.norm.weight.mul_(LOGIT_STD / (_INITIAL_STD * math.sqrt(config.hidden_size)))
     return model

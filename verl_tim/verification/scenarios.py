@@ -14,6 +14,7 @@ from torch import Tensor
 from verl_tim.diagnosis.gate import Rung, ScenarioResult
 from verl_tim.engine.core import RequestOutput
 from verl_tim.engine.engine import Engine
+from verl_tim.engine.graphs import bucket_sizes
 from verl_tim.verification.cause import name_cause
 from verl_tim.verification.subject import Prompt, Subject, UpdateError, compare, padded
 
@@ -32,9 +33,9 @@ def ladder(subject: Subject) -> list[Rung]:
 
     return [
         rung("batch", alone_and_in_company, trainer_layouts),
-        rung("schedule", chunked_prefill, preempted, prefix_hits),
+        rung("schedule", staggered_arrivals, every_step_size, chunked_prefill, preempted, prefix_hits),
         rung("sampling", mixed_temperatures, truncated_sampling),
-        rung("weights", after_weight_updates, update_in_flight, partial_rollouts),
+        rung("weights", after_weight_updates, asleep_and_awake, update_in_flight, partial_rollouts),
     ]
 
 
@@ -103,6 +104,57 @@ def trainer_layouts(subject: Subject) -> ScenarioResult:
     return _judge(
         subject, engine, "trainer layouts", drawn * len(layouts), scored=rows, counts=counts, required=("layouts",)
     )
+
+
+def staggered_arrivals(subject: Subject) -> ScenarioResult:
+    """Staggered arrivals: requests come one by one and in bursts while others run, or when all have ended."""
+    engine = subject.engine()
+    waiting = subject.draw_prompts(subject.requests, tag="staggered")
+    prompts, outputs = list(waiting), {}
+    beside = 0
+    while waiting or engine.has_work():
+        # none, one, or a burst; and the next one where nothing is left to do
+        for _ in range(int(subject.rng.choice((0, 0, 0, 1, 1, 4))) or int(not engine.has_work())):
+            if waiting:
+                beside += engine.has_work()
+                prompt = waiting.pop(0)
+                engine.add(prompt.request_id, prompt.token_P, prompt.params)
+        outputs |= {output.request_id: output for output in engine.step()}
+    engine.audit()
+    drawn = [(prompt, outputs[prompt.request_id]) for prompt in prompts]
+    counts = {"requests that came while others ran": beside, **_facts(engine)}
+    return _judge(subject, engine, "staggered arrivals", drawn, counts=counts, required=tuple(counts)[:1])
+
+
+def every_step_size(subject: Subject) -> ScenarioResult:
+    """Every step size: decode steps of each number of rows that a graph is recorded for, down from the largest."""
+    on_gpu = torch.cuda.is_available()
+    engine = subject.engine(**({} if on_gpu else {"max_num_seqs": min(32, 2 * subject.requests)}))
+    sizes = bucket_sizes(engine.config.max_num_seqs, 1)
+    # The request with number n (from 0) is there as long as steps have more than n rows.
+    prompts = [
+        dataclasses.replace(
+            prompt,
+            token_P=prompt.token_P[:4],
+            params=dataclasses.replace(prompt.params, max_tokens=1 + sum(size > number for size in sizes)),
+        )
+        for number, prompt in enumerate(subject.draw_prompts(sizes[-1], tag="sizes"))
+    ]
+    for prompt in prompts:
+        engine.add(prompt.request_id, prompt.token_P, prompt.params)
+    outputs: dict[str, RequestOutput] = {}
+    running = set()
+    while engine.has_work():
+        outputs |= {output.request_id: output for output in engine.step()}
+        running.add(engine.stats().num_running)
+    engine.audit()
+    for below, size in zip([0, *sizes], sizes, strict=False):
+        if not any(below < rows <= size for rows in running):
+            error = f"no step had {below + 1} to {size} rows; they had {', '.join(map(str, sorted(running)))}"
+            return ScenarioResult("every step size", error=error)
+    drawn = [(prompt, outputs[prompt.request_id]) for prompt in prompts]
+    counts = {"step sizes": len(sizes), "rows of the largest": sizes[-1], **_facts(engine)}
+    return _judge(subject, engine, "every step size", drawn, counts=counts, required=("step sizes",))
 
 
 def chunked_prefill(subject: Subject) -> ScenarioResult:
@@ -177,6 +229,28 @@ def after_weight_updates(subject: Subject) -> ScenarioResult:
         drawn = subject.generate(engine, subject.draw_prompts(subject.requests, tag=f"update{step}"))
     counts = {"weight updates": engine.stats().weight_updates, "log-probs the updates moved": moved}
     return _judge(subject, engine, "after weight updates", drawn, counts=counts, required=tuple(counts))
+
+
+def asleep_and_awake(subject: Subject) -> ScenarioResult:
+    """Asleep and awake: weights, KV and graphs given up while responses are half drawn, and back again."""
+    engine = subject.engine()
+    prompts = subject.draw_prompts(subject.requests, tag="sleep", params={"max_tokens": subject.response_tokens})
+    for prompt in prompts:
+        engine.add(prompt.request_id, prompt.token_P, prompt.params)
+    for _ in range(max(2, subject.response_tokens // 2)):
+        engine.step()
+    before = engine.stats().drawn_tokens
+    engine.release_kv_cache()
+    engine.release_weights()
+    engine.update_weights(subject.trainer.weights(), subject.weight_version)
+    engine.resume_kv_cache()
+    outputs = {output.request_id: output for output in engine.drain()}
+    while engine.has_work():
+        outputs |= {output.request_id: output for output in engine.step()}
+    engine.audit()
+    drawn = [(prompt, outputs[prompt.request_id]) for prompt in prompts]
+    counts = {"tokens before": before, "tokens after": engine.stats().drawn_tokens - before}
+    return _judge(subject, engine, "asleep and awake", drawn, counts=counts, required=tuple(counts))
 
 
 def update_in_flight(subject: Subject) -> ScenarioResult:
