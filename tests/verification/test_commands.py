@@ -9,6 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from verl_tim.cli import app
+from verl_tim.training.in_process import single_rank_group
+from verl_tim.verification.random_models import make_random_model
 
 runner = CliRunner()
 SMALL = ["--requests", "4", "--tokens", "6", "--dtype", "float32"]
@@ -179,3 +181,16 @@ def test_the_new_commands_have_help(name):
     result = runner.invoke(app, [name, "--help"])
     assert result.exit_code == 0
     assert "--json" in result.output
+
+
+@pytest.mark.parametrize(("peak", "flat"), [(10.0, False), (0.1, True)])
+def test_a_flat_model_is_called_one(tmp_path, peak, flat):
+    from verl_tim.commands.verify import flatness
+    from verl_tim.verification.subject import Subject
+
+    folder = make_random_model("qwen3", tmp_path / "model", peak=peak)
+    with single_rank_group():
+        spread = Subject(str(folder), dtype="float32", response_tokens=12).spread()
+    note = flatness(spread)
+    assert (note is not None) == flat
+    assert not flat or "its distributions are flat (mean top probability 0.0" in note

@@ -400,10 +400,23 @@ def climb_target(
             raise LaunchError.of(key, f"{target.label}: {error}", "choose other degrees, or another model") from error
         with contextlib.closing(subject):
             spread = subject.spread()  # of the model as it is given: the last rung trains it
+            if note := flatness(spread):
+                work.ended(f"{target.label}: {note}")
             result = climb_showing(ladder(subject), work)
             facts = {"model_path": target.model_path, **spread}
     facts |= {"tensor_parallel": split[0], "pipeline_parallel": split[1]}
     return result, {**facts, "seconds": round(time.perf_counter() - began, 1)}
+
+
+def flatness(spread: dict[str, float]) -> str | None:
+    """What to say of a model whose distributions are flatter than a trained model's; None of the others."""
+    top = spread["mean_top_probability"]
+    if top >= 0.3:
+        return None
+    return (
+        f"its distributions are flat (mean top probability {top:g}), where logits may differ and log-probs hardly do: "
+        "equal bits show less than those of a trained model, or of one from verl-tim model --random"
+    )
 
 
 def climb_showing(rungs: Sequence[Rung], work: Work) -> LadderResult:
