@@ -1,8 +1,8 @@
 """A made model as parts of a limited size, and from them back into another machine's cache.
 
-What is made is a function of its settings on machines of one kind, but making it takes minutes; and where runs of several
-machines are compared, all of them have to begin with the same weights. A part is a line that says what it is a part of,
-then bytes of a tar archive of the model's folder. Weights are not compressed: they are close to noise.
+What is made is a function of its settings on machines of one kind, but making it takes minutes; and where runs of
+several machines are compared, all of them have to begin with the same weights. A part is a line that says what it is a
+part of, then bytes of a tar archive of the model's folder. Weights are not compressed: they are close to noise.
 """
 
 from __future__ import annotations
@@ -166,8 +166,8 @@ class _Model:
         others = sorted(name for name, digest in self.card["files"].items() if there["files"].get(name) != digest)
         if others:
             raise InputError(
-                f"{place}: was made from the same settings with other content ({', '.join(others)}), as on another kind "
-                "of machine, and runs that begin with different weights do not compare: remove the folder to have "
+                f"{place}: was made from the same settings with other content ({', '.join(others)}), as on another "
+                "kind of machine, and runs that begin with different weights do not compare: remove the folder to have "
                 "the packed one instead, or give another cache"
             )
         return place
@@ -203,7 +203,7 @@ def _checked_card(folder: Path) -> dict[str, Any]:
 
 
 def _archive(folder: Path, names: Sequence[str]) -> bytes:
-    """A tar archive that is a function of the files alone: no times, no owners, so that parts of two calls are equal."""
+    """A tar archive that is a function of the files alone, without times and owners: parts of two calls are equal."""
     stream = io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w", format=tarfile.PAX_FORMAT) as tar:
         for name in sorted(names):
