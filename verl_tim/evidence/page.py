@@ -91,12 +91,13 @@ def _otherwise(evidence: Evidence) -> list[str]:
     found: dict[str, None] = {}
     for pair in evidence.pairs:
         model, algorithm = pair.name.split("-")
-        recipe = _recipe(f"evidence_{algorithm}") if f"evidence_{algorithm}" in RECIPES else None
+        name = f"evidence_{algorithm}"
+        recipe = _recipe(name) if name in RECIPES else OmegaConf.create({})
         for run in pair.comparison.runs:
             config = OmegaConf.create(run.config or {})
-            for key in _DESCRIBED if recipe is not None else ():
+            for key in _DESCRIBED:
                 said, ran = OmegaConf.select(recipe, key), OmegaConf.select(config, key)
-                if ran is not None and ran != said:
+                if None not in (said, ran) and ran != said:
                     found[f"{pair.name} with `{key}` {ran}, not {said}"] = None
             task = OmegaConf.select(config, "tim.choices.task")
             if task not in (None, _TASK):

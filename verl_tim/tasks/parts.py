@@ -125,7 +125,9 @@ def unpack_models(paths: Sequence[Path], cache_dir: str | os.PathLike[str] | Non
     """
     models = [_Model.of(name, parts) for name, parts in _by_model(paths).items()]
     places = [model.check_place(cache_dir) for model in models]
-    written, kept, elsewhere = [], [], {}
+    written: list[Path] = []
+    kept: list[Path] = []
+    elsewhere: dict[Path, str] = {}
     for model, place in zip(models, places, strict=True):
         (kept if place.exists() else written).append(place)
         make_once(place, CARD, model.card["spec"], model.fill)
