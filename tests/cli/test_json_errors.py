@@ -72,6 +72,8 @@ BAD = [
     ("bench routing", "--device tpu"),
     ("evidence pack", "{tmp} --out {tmp}/archives"),
     ("evidence unpack", "{tmp}/none.tar.xz --out {tmp}/runs"),
+    ("evidence pack-models", "--cache-dir {tmp} --out {tmp}/models"),
+    ("evidence unpack-models", "{tmp}/none.part --cache-dir {tmp}"),
     ("evidence figure", "first {tmp} --out {tmp}/figures"),
 ]
 INTERRUPTED_IMPORT = """

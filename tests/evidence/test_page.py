@@ -76,6 +76,26 @@ def test_a_setting_that_differs_is_said(tmp_path):
     assert "`actor_rollout_ref.actor.optim.lr`" in text
 
 
+def test_a_variant_that_was_not_run_is_named(tmp_path):
+    root = write_matrix(tmp_path, variants=["vexact", "vllm_tis"], seeds=[1], steps=5)
+    text = render(Evidence.read(root))
+    assert "| dense-grpo | vexact 1, vllm_tis 1; not run: vllm_recompute, vllm_bypass, vllm_invariant |" in text
+
+
+def test_a_rehearsal_is_not_taken_for_the_runs_that_the_page_describes(tmp_path):
+    root = write_matrix(tmp_path, variants=["vexact"], seeds=[1], steps=5)
+    from tests.diagnosis.fake_runs import write_run
+
+    folder = root / "dense-grpo-vllm_recompute-data.seed=1"
+    changes = {"data.train_batch_size": 8, "actor_rollout_ref.rollout.n": 8, "tim.choices.task": "chain_sum"}
+    write_run(folder, rollout="vllm", steps=5, config=changes)
+    text = render(Evidence.read(root))
+    (line,) = (line for line in text.splitlines() if line.startswith("**Not the runs that are described above**"))
+    assert "dense-grpo with `data.train_batch_size` 8, not 64" in line
+    assert "dense-grpo with `task=chain_sum`" in line
+    assert "rollout.n" not in line, "as the recipe has it"
+
+
 @pytest.fixture
 def two(tmp_path):
     """A pair of two variants and two seeds, 30 steps."""

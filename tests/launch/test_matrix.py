@@ -9,7 +9,7 @@ from importlib import resources
 import pytest
 from omegaconf import OmegaConf
 
-from verl_tim.launch import prepare
+from verl_tim.launch import prepare, start
 from verl_tim.launch.checks import correction as check_correction
 from verl_tim.launch.compose import compose_config, hydra_for
 from verl_tim.launch.errors import LaunchError
@@ -121,6 +121,52 @@ def test_what_is_not_there_is_named(overrides, key, words):
     assert words in finding.remedy
 
 
+@pytest.mark.parametrize("word", ["model=tiny_qwen3", "rollout=stock"])
+def test_words_that_the_runs_themselves_overrule_are_refused(word):
+    with pytest.raises(LaunchError) as caught:
+        matrix_of(find_recipe("evidence_grpo"), ["+matrix=evidence", "tim.only=dense-*", word])
+    (finding,) = caught.value.findings
+    assert finding.key == word.partition("=")[0]
+    assert f"{word} would have no effect on dense-grpo-vexact" in finding.problem
+    # what a run says itself may be said again
+    same = ["+matrix=evidence", "tim.only=dense-*", "model=evidence_qwen3", "task=chain_sum"]
+    assert len(matrix_of(find_recipe("evidence_grpo"), same).cells) == 30
+
+
+def test_what_several_runs_begin_with_is_looked_for_once(tmp_path, monkeypatch):
+    """Of sixty runs each would read a hundred megabytes, and do every check twice."""
+    done = []
+
+    def make_missing(config, *, progress=True):
+        done.append(config.tim.model.kind)
+        config.data.train_files, config.data.val_files = "a.parquet", "b.parquet"
+        config.actor_rollout_ref.model.path = config.tim.model.kind
+
+    monkeypatch.setattr(prepare, "make_missing", make_missing)
+    monkeypatch.setattr(start, "all_findings", lambda config: done.append("checked") or [])
+    words = ["+matrix=evidence", "cluster=cpu", "tim.only=[dense-*-vexact,moe-grpo-vexact]", f"tim.run_dir={tmp_path}"]
+    configs = prepared(matrix_of(find_recipe("evidence_grpo"), words), start.ready_of_several())
+    assert len(configs) == 9
+    assert sorted(set(done)) == ["checked", "qwen3", "qwen3_moe"]
+    assert (done.count("qwen3"), done.count("qwen3_moe"), done.count("checked")) == (1, 1, 9 + 2)
+    for name, config in configs.items():
+        kind = "qwen3_moe" if name.startswith("moe") else "qwen3"
+        assert config.actor_rollout_ref.model.path == kind
+        assert config.data.train_files == "a.parquet"
+
+
+def test_other_settings_or_another_cache_are_made_apart(tmp_path):
+    def wanted(*words):
+        (cell,) = matrix_of(find_recipe("cpu_grpo"), list(words)).cells
+        return prepare.to_make(start.composed_of(find_recipe("cpu_grpo"), cell.overrides))
+
+    plain = wanted("data.seed=1")
+    assert plain == wanted("data.seed=2", "rollout=stock")
+    others = [wanted(f"tim.cache_dir={tmp_path}"), wanted("tim.model.seed=1"), wanted("data.train_files=a.parquet")]
+    assert len({plain, *others}) == 4
+    assert wanted("data.train_files=a", "data.val_files=b", "actor_rollout_ref.model.path=m") == ""
+
+
 def test_a_matrix_of_ones_own_stands_beside_the_recipe(tmp_path):
     source = resources.files(RECIPES_PACKAGE).joinpath("cpu_grpo", "cpu_grpo.yaml").read_text()
     (tmp_path / "mine.yaml").write_text(source)
@@ -190,6 +236,14 @@ def test_nothing_starts_while_one_run_cannot(matrix):
         prepared(matrix, ready)
     (finding,) = caught.value.findings
     assert finding.problem == "is odd (in 1, 3)"
+    assert finding.remedy == "take an even one; or leave those runs out, by tim.only", "the others could be done"
+
+    def none_ready(recipe, overrides):
+        raise LaunchError.of("data.seed", "is odd", "take an even one")
+
+    with pytest.raises(LaunchError) as caught:
+        prepared(matrix, none_ready)
+    assert caught.value.findings[0].remedy == "take an even one"
 
 
 def test_a_failure_keeps_none_from_running_and_a_second_start_does_what_is_left(matrix):

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 NAME = "evidence"
 HELP = (
-    "What the runs of +matrix=evidence show: pack them into small archives, unpack them, draw a figure, write "
-    "docs/evidence.md."
+    "What the runs of +matrix=evidence show: pack them into small archives, unpack them, the models too, draw a "
+    "figure, write docs/evidence.md."
 )
 
 app = typer.Typer(no_args_is_help=True)
@@ -76,6 +76,67 @@ def unpack_command(
     stdout().print(f"{len(unpacked.written)} runs written to {out}", soft_wrap=True)
     if unpacked.kept:
         stdout().print(f"{len(unpacked.kept)} were there with as many steps or more, and stay", soft_wrap=True)
+
+
+_CACHE = typer.Option(help="tim.cache_dir.")
+
+
+@app.command("pack-models")
+def pack_models_command(
+    out: Annotated[Path, typer.Option(help="Folder for MODEL.01-of-07.part, ...")] = Path("runs/models"),
+    cache_dir: Annotated[Path, _CACHE] = Path("~/.cache/verl_tim"),
+    mib: Annotated[float, typer.Option(min=0.01, help="Size of one part, at most.")] = 15.0,
+    only: Annotated[list[str] | None, typer.Option(help="Models by folder, with * and ?; may be repeated.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Write the models that were made here into parts, so that another machine need not make them."""
+    from verl_tim.commands.data import input_errors
+    from verl_tim.tasks.parts import MIB, models_in, pack_model
+
+    with bad_input(), input_errors("evidence pack-models"), writing("--out"):
+        paths = [path for model in _chosen(models_in(cache_dir), only) for path in pack_model(model, out, mib=mib)]
+    sizes = {str(path): path.stat().st_size for path in paths}
+    if as_json:
+        print_json({"files": sizes})
+        return
+    for path, size in sizes.items():
+        stdout().print(f"{path}  {size / MIB:.2f} MiB", soft_wrap=True)
+
+
+@app.command("unpack-models")
+def unpack_models_command(
+    parts: Annotated[list[Path], typer.Argument(metavar="PART...", help="From pack-models, all of each model.")],
+    cache_dir: Annotated[Path, _CACHE] = Path("~/.cache/verl_tim"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Put packed models where a start finds them. Damaged, incomplete and mixed sets of parts are refused."""
+    from verl_tim.commands.data import input_errors
+    from verl_tim.tasks.parts import unpack_models
+
+    with bad_input(), input_errors("evidence unpack-models"), writing("--cache-dir"):
+        unpacked = unpack_models(parts, cache_dir)
+    for path, versions in unpacked.not_found_here.items():
+        stderr().print(f"{path}: a start here makes its own: made with {versions}", style="yellow", soft_wrap=True)
+    if as_json:
+        said = {"written": unpacked.written, "kept": unpacked.kept}
+        others = {str(path): versions for path, versions in unpacked.not_found_here.items()}
+        print_json({**{name: list(map(str, paths)) for name, paths in said.items()}, "not_found_here": others})
+        return
+    for path in unpacked.written:
+        stdout().print(f"{path}  written", soft_wrap=True)
+    for path in unpacked.kept:
+        stdout().print(f"{path}  was there with the same weights", soft_wrap=True)
+
+
+def _chosen(models: list[Path], only: list[str] | None) -> list[Path]:
+    from fnmatch import fnmatchcase
+
+    from verl_tim.tasks.errors import InputError
+
+    chosen = [path for path in models if not only or any(fnmatchcase(path.name, pattern) for pattern in only)]
+    if not chosen:
+        raise InputError(f"--only picks none of {', '.join(path.name for path in models)}")
+    return chosen
 
 
 @app.command("figure")

@@ -96,7 +96,7 @@ def _several(overrides: list[str], limits: tuple[int, float | None] | None, *, d
     from verl_tim.launch.compose import split_recipe
     from verl_tim.launch.matrix import matrix_of, prepared, run_all
     from verl_tim.launch.restarts import again
-    from verl_tim.launch.start import ready_of
+    from verl_tim.launch.start import ready_of_several
 
     with bad_input():
         matrix = matrix_of(*split_recipe(overrides))
@@ -104,7 +104,7 @@ def _several(overrides: list[str], limits: tuple[int, float | None] | None, *, d
             return _side_by_side(matrix, limits, began, as_json=as_json)
         stderr().print("[dim]composing and checking every run[/]")
         others = _tell_changed(matrix)
-        configs = prepared(matrix, ready_of)
+        configs = prepared(matrix, ready_of_several())
     if dry_run:
         _list_runs(matrix, set(configs), others, as_json=as_json)
         return 0
@@ -155,7 +155,7 @@ def _side_by_side(matrix: Matrix, limits: tuple[int, float | None], began: float
     from verl_tim.launch.matrix import prepared, unfinished
     from verl_tim.launch.process import TimeIsUp, stop_requests, within
     from verl_tim.launch.side_by_side import at_first, run_side_by_side
-    from verl_tim.launch.start import ready_of
+    from verl_tim.launch.start import ready_of_several
 
     at_once, minutes = limits
 
@@ -168,7 +168,7 @@ def _side_by_side(matrix: Matrix, limits: tuple[int, float | None], began: float
     try:
         with stop_requests(), within(left()):
             others = _tell_changed(matrix)
-            configs = prepared(matrix, ready_of)
+            configs = prepared(matrix, ready_of_several())
         with RunsProgress(stderr()) as progress:
             states, code = run_side_by_side(
                 matrix, configs, at_once=at_once, seconds=left(), on_change=progress.on_change

@@ -44,6 +44,7 @@ def position(pair: Pair, path: Path) -> None:
     axis.set_xlabel("place in the response", fontsize=8)
     axis.set_ylabel("mean |d|, nats", fontsize=8)
     axis.set_ylim(bottom=0)
+    axis.set_title(pair.name, fontsize=9, loc="left")
     axis.tick_params(labelsize=8)
     axis.spines[["top", "right"]].set_visible(False)
     if axis.lines:

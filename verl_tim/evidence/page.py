@@ -7,10 +7,10 @@ from importlib import resources
 from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from verl_tim.evidence.figures import PICTURES
-from verl_tim.evidence.names import PLANNED
+from verl_tim.evidence.names import PLANNED, VARIANTS
 from verl_tim.evidence.parts import write_part
 from verl_tim.evidence.runs import Evidence
 from verl_tim.evidence.tables import TABLES
@@ -20,6 +20,10 @@ from verl_tim.launch.recipes import RECIPES_PACKAGE
 NAME = "evidence.md"
 PICTURE_FOLDER = "evidence"
 RECIPES = ("evidence_grpo", "evidence_reinforce")
+# What the page says of every run in words.
+_DESCRIBED = ("data.train_batch_size", "actor_rollout_ref.rollout.n", "actor_rollout_ref.actor.ppo_mini_batch_size")
+_TASK = "evidence_chain_sum"
+PARAMETERS = {"dense": 25.4e6, "moe": 42.8e6}
 # What choosing a correction sets.
 _OF_CORRECTION = re.compile(r"correction|policy_loss\.loss_mode|^old_log_probs$")
 
@@ -57,7 +61,9 @@ def render(evidence: Evidence) -> str:
         early=_ended_early(evidence),
         not_finite=_not_finite(evidence),
         not_compared=[f"{pair.name}: {line}" for pair in evidence.pairs for line in pair.comparison.unknown],
+        otherwise=_otherwise(evidence),
         seeds={pair.name: {g.name: len(g.logs) for g in pair.comparison.groups} for pair in evidence.pairs},
+        absent={pair.name: [v for v in VARIANTS if pair.group(v) is None] for pair in evidence.pairs},
         machines=_machines(evidence),
         differences=_differences(evidence),
         tables={name: make(evidence).markdown() for name, make in TABLES.items()} if evidence.folders else {},
@@ -67,9 +73,39 @@ def render(evidence: Evidence) -> str:
 
 def planned_steps() -> int:
     """Steps of a run, as the recipes set them."""
-    files = (resources.files(RECIPES_PACKAGE).joinpath(name, f"{name}.yaml") for name in RECIPES)
-    (steps,) = {OmegaConf.create(file.read_text(encoding="utf-8")).trainer.total_training_steps for file in files}
+    (steps,) = {_recipe(name).trainer.total_training_steps for name in RECIPES}
     return int(steps)
+
+
+def _recipe(name: str) -> DictConfig:
+    """A recipe's own file."""
+    config = OmegaConf.create(
+        resources.files(RECIPES_PACKAGE).joinpath(name, f"{name}.yaml").read_text(encoding="utf-8")
+    )
+    assert isinstance(config, DictConfig)
+    return config
+
+
+def _otherwise(evidence: Evidence) -> list[str]:
+    """Where runs are not those that the page describes: a rehearsal's must not be read as the experiment's."""
+    found: dict[str, None] = {}
+    for pair in evidence.pairs:
+        model, algorithm = pair.name.split("-")
+        name = f"evidence_{algorithm}"
+        recipe = _recipe(name) if name in RECIPES else OmegaConf.create({})
+        for run in pair.comparison.runs:
+            config = OmegaConf.create(run.config or {})
+            for key in _DESCRIBED:
+                said, ran = OmegaConf.select(recipe, key), OmegaConf.select(config, key)
+                if None not in (said, ran) and ran != said:
+                    found[f"{pair.name} with `{key}` {ran}, not {said}"] = None
+            task = OmegaConf.select(config, "tim.choices.task")
+            if task not in (None, _TASK):
+                found[f"{pair.name} with `task={task}`"] = None
+            parameters = run.manifest.parameters if run.manifest is not None else None
+            if parameters is not None and model in PARAMETERS and abs(parameters / PARAMETERS[model] - 1) > 0.01:
+                found[f"{pair.name} with a model of {parameters:,} parameters"] = None
+    return list(found)
 
 
 def _steps(evidence: Evidence) -> str:

@@ -81,7 +81,7 @@ def first_to_leave(evidence: Evidence) -> Table:
     if any(d.sharp for pair in evidence.pairs for d in pair.comparison.warnings):
         notes.append(
             "A band without width, where the exact run is constant, is left at once; the step in parentheses is the "
-            "first that leaves the run's own first steps, – if none does."
+            "first that leaves the run's own first steps, – if none does, too short if it has too few steps to say."
         )
     columns = ("runs", "variant", *(signal.label for signal in SIGNALS))
     return Table(columns, rows, notes)

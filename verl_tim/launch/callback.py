@@ -52,7 +52,7 @@ class Launch(Callback):
         from verl_tim.launch.changed import changed, in_words
         from verl_tim.launch.matrix import matrix_of, prepared, run_all
         from verl_tim.launch.recipes import Recipe
-        from verl_tim.launch.start import composed_of, ready_of
+        from verl_tim.launch.start import composed_of, ready_of_several
 
         def say(line: str) -> None:
             print(f"verl_tim: {line}", file=sys.stderr, flush=True)
@@ -62,7 +62,7 @@ class Launch(Callback):
             matrix = matrix_of(Recipe(name, path, name), list(config.hydra.overrides.task))
             for line in in_words(matrix, changed(matrix, composed_of)):
                 say(line)
-            configs = prepared(matrix, ready_of)
+            configs = prepared(matrix, ready_of_several())
             code = run_all(matrix, configs, _run, say)
         except LaunchError as error:
             print(f"verl_tim: these runs cannot start\n{error}", file=sys.stderr)

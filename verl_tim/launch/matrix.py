@@ -96,7 +96,9 @@ def matrix_of(recipe: Recipe, overrides: Sequence[str]) -> Matrix:
     kept = [word for word in kept if word not in group]
     filed = group[-1] if group else f"{_GROUP_OF_TRACKERS}'{folder.name}'"
     cells = []
-    for name, given in _chosen(config).items():
+    chosen = _chosen(config)
+    _refuse_without_effect(kept, chosen)
+    for name, given in chosen.items():
         named = [word for word in given if word.startswith(RECIPE_KEY)]
         own = find_recipe(named[-1].removeprefix(RECIPE_KEY)) if named else None
         words = [word for word in given if word not in named]
@@ -126,7 +128,7 @@ def prepared(matrix: Matrix, ready: Callable[[Recipe, Sequence[str]], DictConfig
     """The config of every run that is still to be done, checked; nothing is started while one of them cannot be.
 
     Args:
-        ready: `start.ready_of`.
+        ready: `start.ready_of_several()`.
 
     Raises:
         LaunchError: what any of the runs cannot start for, each finding once, with the names of its runs.
@@ -134,7 +136,8 @@ def prepared(matrix: Matrix, ready: Callable[[Recipe, Sequence[str]], DictConfig
     done = finished(matrix)
     configs: dict[str, DictConfig] = {}
     problems: dict[Finding, list[str]] = {}
-    for cell in unfinished(matrix):
+    left = unfinished(matrix)
+    for cell in left:
         try:
             config = ready(cell.recipe or matrix.recipe, cell.overrides)
             if cell.name in done:
@@ -146,7 +149,12 @@ def prepared(matrix: Matrix, ready: Callable[[Recipe, Sequence[str]], DictConfig
     if problems:
         raise LaunchError(
             [
-                Finding(finding.key, f"{finding.problem} (in {_some(names)})", finding.remedy)
+                Finding(
+                    finding.key,
+                    f"{finding.problem} (in {_some(names)})",
+                    # the others could be done meanwhile
+                    finding.remedy + ("; or leave those runs out, by tim.only" if len(names) < len(left) else ""),
+                )
                 for finding, names in problems.items()
             ]
         )
@@ -259,6 +267,36 @@ def _chosen(config: DictConfig) -> dict[str, list[str]]:
                 "tim.only", f"{pattern!r} picks no run", closest(pattern, list(cells)) + f"known: {', '.join(cells)}"
             )
     return {name: words for name, words in cells.items() if any(fnmatch.fnmatchcase(name, one) for one in patterns)}
+
+
+def _refuse_without_effect(common: Sequence[str], cells: Mapping[str, Sequence[str]]) -> None:
+    """Of one key the last word counts, and a run's own come after the command line's.
+
+    Raises:
+        LaunchError: words of the command line that a run would not have, with what it has instead.
+    """
+    found = []
+    for word in common:
+        others = {
+            name: own for name, words in cells.items() if (own := _of_key(key_of(word), words)) not in (None, word)
+        }
+        if others:
+            name, own = next(iter(others.items()))
+            more = f", and {len(others) - 1} more runs" if len(others) > 1 else ""
+            found.append(
+                Finding(
+                    key_of(word),
+                    f"{word} would have no effect on {name}, which is made by {own}{more}",
+                    "leave it out; pick runs by tim.only, or set keys that the runs do not: for another model "
+                    "actor_rollout_ref.model.path=FOLDER",
+                )
+            )
+    if found:
+        raise LaunchError(found)
+
+
+def _of_key(key: str, words: Sequence[str]) -> str | None:
+    return next((word for word in reversed(words) if key_of(word) == key), None)
 
 
 def _flat(words: Any) -> Iterator[Any]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_tim.launch import environment
+from verl_tim.launch.checks.keys import MADE_FROM
 from verl_tim.launch.errors import LaunchError
 from verl_tim.launch.recipes import CONFIGS_PACKAGE
 from verl_tim.training.determinism import make_deterministic
@@ -90,6 +93,27 @@ def _file_of_package(key: str, value: str) -> str:
     return str(file)
 
 
+def to_make(config: DictConfig) -> str:
+    """What `make_missing` would do for this config, as text: equal texts, equal files. Empty: nothing is to be made.
+
+    Args:
+        config: with absolute paths; interpolations may be left in it.
+    """
+    paths = {key: OmegaConf.select(config, key, throw_on_missing=False) for key in MADE_FROM}
+    if all(paths.values()):
+        return ""
+    made_from = {key: _group(config, key) for key in ("tim.task", "tim.model")}
+    given = {
+        key: OmegaConf.to_container(value) if OmegaConf.is_config(value) else value for key, value in paths.items()
+    }
+    return json.dumps([config.tim.cache_dir, made_from, given], sort_keys=True)
+
+
+def made_paths(config: DictConfig) -> dict[str, Any]:
+    """Key -> path of everything that `make_missing` fills."""
+    return {key: OmegaConf.select(config, key) for key in MADE_FROM}
+
+
 def make_missing(config: DictConfig, *, progress: bool = True) -> None:
     """Build the data sets and the base model that the config leaves to this package (null paths), or find them again.
 
@@ -168,13 +192,20 @@ def resolve(config: DictConfig) -> None:
         try:
             OmegaConf.resolve(node)
         except OmegaConfBaseException as error:
-            raise LaunchError.of(str(error.full_key or key), str(error).splitlines()[0], "give it a value") from error
+            raise _unresolved(error, key) from error
 
 
 def _group(config: DictConfig, key: str) -> dict:
     node = OmegaConf.select(config, key)
     if node is None:
         return {}
-    container = OmegaConf.to_container(node, resolve=True)
+    try:
+        container = OmegaConf.to_container(node, resolve=True)
+    except OmegaConfBaseException as error:
+        raise _unresolved(error, key) from error
     assert isinstance(container, dict)
     return container
+
+
+def _unresolved(error: OmegaConfBaseException, key: Any) -> LaunchError:
+    return LaunchError.of(str(error.full_key or key), str(error).splitlines()[0], "give it a value")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from verl_tim.launch import prepare, run_folder, underscores
-from verl_tim.launch.checks import all_findings, keys, values
+from verl_tim.launch.checks import all_findings, values
 from verl_tim.launch.compose import compose_config, hydra_for, split_recipe
 from verl_tim.launch.errors import Finding, LaunchError
 from verl_tim.launch.recipes import Recipe
@@ -35,11 +37,18 @@ def composed_of(recipe: Recipe, overrides: Sequence[str]) -> DictConfig:
     return config
 
 
-def make_ready(config: DictConfig, *, progress: bool = True, folder_is_free: bool = True) -> None:
+Made = dict[str, dict[str, Any]]
+"""What runs of one command had made, by `prepare.to_make`: key -> path."""
+
+
+def make_ready(
+    config: DictConfig, *, progress: bool = True, folder_is_free: bool = True, made: Made | None = None
+) -> None:
     """Absolute paths, missing model and data made, everything resolved and checked, in place.
 
     Args:
         folder_is_free: False for a caller who will reuse what the run folder may hold.
+        made: of the runs before this one; what is in it is not looked for again, nor are all checks done twice.
 
     Raises LaunchError with all findings. What can be checked without model and data is checked before they are
     made: making them for a run that cannot start would waste minutes.
@@ -48,11 +57,17 @@ def make_ready(config: DictConfig, *, progress: bool = True, folder_is_free: boo
     _check_structure(config)
     prepare.absolute_paths(config)
     prepare.complete(config)
-    if any(OmegaConf.select(config, key, throw_on_missing=False) is None for key in keys.MADE_FROM):
+    wanted = prepare.to_make(config)
+    if made is not None and wanted in made:
+        for key, path in made[wanted].items():
+            OmegaConf.update(config, key, path)
+    elif wanted:
         as_given = copy.deepcopy(config)
         prepare.resolve(as_given)
         _check(as_given, folder_is_free)
         prepare.make_missing(config, progress=progress)
+        if made is not None:
+            made[wanted] = prepare.made_paths(config)
     prepare.resolve(config)
     _check(config, folder_is_free)
 
@@ -64,13 +79,19 @@ def ready(overrides: Sequence[str], *, progress: bool = True) -> DictConfig:
     return config
 
 
-def ready_of(recipe: Recipe, overrides: Sequence[str]) -> DictConfig:
+def ready_of_several() -> Callable[[Recipe, Sequence[str]], DictConfig]:
+    """`ready_of`, for all runs of one command: a model that sixty of them begin with is looked for, and its hundreds of
+    megabytes are read and checked, once."""
+    return partial(ready_of, made={})
+
+
+def ready_of(recipe: Recipe, overrides: Sequence[str], *, made: Made | None = None) -> DictConfig:
     """`ready`, for one of several runs: of a recipe that is known already, and the folder may hold the run so far.
 
     Raises LaunchError, also for a folder with a run of other settings.
     """
     config = composed_of(recipe, overrides)
-    make_ready(config, folder_is_free=False)
+    make_ready(config, folder_is_free=False, made=made)
     _refuse(run_folder.check_same(config))
     return config
 
