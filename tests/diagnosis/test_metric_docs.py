@@ -15,7 +15,7 @@ from verl_tim.diagnosis.metrics import mismatch_metrics
 
 DOCS = Path(__file__).parents[2] / "docs" / "diagnosis.md"
 # written by the trainer's side of this package, beside the metrics of a batch
-OF_THE_STEP = {"sampled_share", "baseline_factor_max"}
+OF_THE_STEP = {"sampled_share", "response_at_limit", "baseline_factor_max"}
 
 
 def described():
