@@ -53,7 +53,7 @@ def logged():
         train_routes=routes.flip(-1),
         kept_mask=mask,
         weight_versions=torch.arange(8)[:, None].expand(shape),
-        current_version=9,
+        current_version=7,
     )
     metrics |= (
         LossRatioSums.of(old, old, mask, advantages, (0.2, 0.2)).metrics() | RatioSums.of(old, old, mask).metrics()
