@@ -1,4 +1,4 @@
-"""A start of vLLM's engine: its output on stderr, the cause of a failure named, no engine waited for that has failed."""
+"""A start of vLLM's engine: output on stderr, the cause of a failure named, no failed engine waited for."""
 
 import json
 import multiprocessing

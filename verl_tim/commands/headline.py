@@ -13,7 +13,7 @@ REWARD = "critic/score/mean"
 MISMATCH = "tim/delta_abs_max"
 # Of the tokens that the gate compared, and how many it could not: those of other weights than the trainer's.
 COMPARED_MISMATCH, UNCOMPARED = "tim/compared_delta_abs_max", "tim/uncompared_tokens"
-# Where no gate looks: of the tokens that the trainer's own weights drew, logged where others were drawn under older ones.
+# Where no gate looks: of the tokens that the trainer's own weights drew; logged where others are of older ones.
 FRESH_MISMATCH, OLDEST = "tim/delta_abs_max_at_lag_0", "tim/staleness_max"
 STEP_TIME = "timing_s/step"
 _VALIDATION_PREFIX = "val-core/"

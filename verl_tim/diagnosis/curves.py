@@ -166,7 +166,7 @@ PLOTS: tuple[tuple[str, tuple[Plot, ...]], ...] = (
                 "Responses at the length limit",
                 (Line(RESPONSE_AT_LIMIT),),
                 about="Share as long as data.max_response_length, so mostly cut off. A run without tim/* has verl's "
-                "response_length/clip_ratio in its place: with the V1 trainer the share as long as the batch's longest.",
+                "response_length/clip_ratio instead: with the V1 trainer the share as long as the batch's longest.",
                 kind="share",
             ),
             Plot("step_time", "Step time", (Line(("timing_s/step", "perf/time_per_step")),), unit="s", kind="seconds"),

@@ -56,8 +56,8 @@ def require_vllm() -> None:
     """Raises `VllmError` where vLLM is not installed."""
     if importlib.util.find_spec("vllm") is None:
         raise VllmError(
-            "vllm is not installed here: pip install 'verl_tim[gpu]' on a machine with a GPU, scripts/vllm_cpu.sh on one "
-            "without, or dump the log-probs of another engine to a file and give --dump"
+            "vllm is not installed here: pip install 'verl_tim[gpu]' on a machine with a GPU, scripts/vllm_cpu.sh on "
+            "one without, or dump the log-probs of another engine to a file and give --dump"
         )
 
 
