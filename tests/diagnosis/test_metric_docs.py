@@ -15,7 +15,7 @@ from verl_tim.diagnosis.metrics import mismatch_metrics
 
 DOCS = Path(__file__).parents[2] / "docs" / "diagnosis.md"
 # written by the trainer's side of this package, beside the metrics of a batch
-OF_THE_STEP = {"sampled_share", "baseline_factor_max"}
+OF_THE_STEP = {"sampled_share", "response_at_limit", "baseline_factor_max"}
 
 
 def described():
@@ -53,7 +53,7 @@ def logged():
         train_routes=routes.flip(-1),
         kept_mask=mask,
         weight_versions=torch.arange(8)[:, None].expand(shape),
-        current_version=9,
+        current_version=7,
     )
     metrics |= (
         LossRatioSums.of(old, old, mask, advantages, (0.2, 0.2)).metrics() | RatioSums.of(old, old, mask).metrics()

@@ -508,6 +508,12 @@ def test_staleness():
     assert found["tim/mixed_version_rows"] == 1.0
     assert found["tim/delta_abs_mean_by_version_lag_0"] == close(11 / 4)
     assert found["tim/delta_abs_mean_by_version_lag_1"] == 1.0
+    assert found["tim/delta_abs_max_at_lag_0"] == 3.0
+    fresh = from_delta([[1.0, 2.0]], weight_versions=torch.tensor([[4, 4]]), current_version=4)
+    assert "tim/delta_abs_max_at_lag_0" not in fresh, "it would be delta_abs_max once more"
+    for lags in ([[3, 3]], [[2, 3]]):
+        stale = from_delta([[1.0, 2.0]], weight_versions=torch.tensor(lags), current_version=4)
+        assert "tim/delta_abs_max_at_lag_0" not in stale
     with pytest.raises(ValueError, match="newer than current_version"):
         from_delta([[1.0]], weight_versions=torch.tensor([[5]]), current_version=4)
 

@@ -1,12 +1,14 @@
 """Every rule: one config that it names, with the key, and the same config put right, of which it says nothing."""
 
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 
 import pytest
 
 from verl_tim.correction import find_in_overrides
 from verl_tim.doctor.rule import ENVIRONMENT, Severity
 from verl_tim.doctor.rules import ALL
+from verl_tim.replay.routers import NUM_EXPERTS
 from verl_tim.training.config import ATTENTION_KEY, BACKEND_KEY, EXTERNAL_LIB
 from verl_tim.training.correction_config import CORRECTION_KEY, LOSS_MODE_KEY, WORKER_KEY
 from verl_tim.training.determinism import AGENT_LOOP_KEY
@@ -248,6 +250,16 @@ CASES = [
         facts={"model": {"hidden_size": 512, "num_attention_heads": 8}},
     ),
     Case("exact.routes", f"{MODEL}.path", bad_facts={"model": MOE}, good_facts={"model": {"num_experts": 0}}),
+    *(
+        Case("exact.routes", f"{MODEL}.path", bad_facts={"model": {name: 64}}, good_facts={"model": {name: 0}})
+        for name in NUM_EXPERTS
+    ),
+    Case(
+        "exact.routes",
+        f"{MODEL}.path",
+        bad_facts={"model": {"text_config": SimpleNamespace(**MOE)}},
+        good_facts={"model": {"text_config": SimpleNamespace()}},
+    ),
     Case("exact.routes", f"{MODEL}.path", {BACKEND_KEY: "torch"}, {}, base="vexact", facts={"model": MOE}),
     Case(
         "exact.staleness",
@@ -456,6 +468,12 @@ CASES = [
         {f"{ROLLOUT}.full_determinism": True},
         {f"{ROLLOUT}.full_determinism": False},
         facts={"machine": NO_GPU},
+    ),
+    Case(
+        "start.vllm-invariant",
+        "environment variable VLLM_BATCH_INVARIANT",
+        bad_facts={"machine": replace(NO_GPU, environment={"VLLM_BATCH_INVARIANT": "1"})},
+        good_facts={"machine": replace(NO_GPU, environment={"VLLM_BATCH_INVARIANT": "0"})},
     ),
     Case("waste.nothing-to-correct", CORRECTION_KEY, TOKEN_TIS, {}, base="vexact"),
     Case("note.nothing-corrected", CORRECTION_KEY, {}, TOKEN_TIS),

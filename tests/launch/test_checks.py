@@ -335,19 +335,36 @@ def test_vllm_without_gpu_is_its_build_for_cpus(config_of, monkeypatch, version,
     assert [finding.key for finding in machine.check(config_of("rollout=vllm"))] == [] if accepted else ["rollout"]
 
 
-def test_vllm_without_gpu_and_package(config_of, monkeypatch):
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+@pytest.fixture
+def no_vllm(monkeypatch):
     for module in ("machine", "trackers"):
         monkeypatch.setattr(f"verl_tim.launch.checks.{module}.find_spec", lambda name: None)
     monkeypatch.setattr("verl_tim.rollout.vllm_cpu.metadata.version", not_installed)
+
+
+@pytest.mark.usefixtures("no_vllm")
+def test_vllm_without_gpu_and_package(config_of, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     config = config_of("rollout=vllm", "tracker=wandb")
     finding = only(machine.check(config))
     assert finding.key == "rollout"
+    assert "vllm is not installed" in finding.problem
     assert "scripts/vllm_cpu.sh" in finding.remedy
     found = {finding.key: finding.remedy for finding in machine.check_packages(config)}
-    assert "verl_tim[gpu]" in found["rollout"]
+    assert "rollout" not in found, "one thing is missing, and one remedy mends it"
     assert "verl_tim[wandb]" in found["trainer.logger"]
     assert "TransferQueue" in found["trainer.use_v1"]
+
+
+@pytest.mark.usefixtures("no_vllm")
+@pytest.mark.parametrize(("gpus", "cluster"), [(1, False), (0, True)])
+def test_vllm_without_package_where_there_are_gpus(config_of, monkeypatch, gpus, cluster):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    config = config_of("rollout=vllm")
+    monkeypatch.setattr("verl_tim.launch.checks.machine.joins_a_cluster", lambda config: cluster)
+    assert not list(machine.check(config))
+    found = {finding.key: finding.remedy for finding in machine.check_packages(config)}
+    assert "verl_tim[gpu]" in found["rollout"]
 
 
 @pytest.mark.parametrize(

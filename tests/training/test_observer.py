@@ -548,3 +548,22 @@ def test_a_step_is_told_what_it_cost_and_the_next_one_begins_at_zero(monkeypatch
     with watching.timed():
         pass
     assert watching.timing() == {"timing_s/tim": 0.25}
+
+
+def test_responses_at_the_limit_are_counted_by_the_limit():
+    """verl's response_length/clip_ratio is of the batch's width, which V1 pads to its longest response."""
+    step_batch = batch(width=5)  # two rows of 5, two of 4
+
+    def share(limit, step_batch=step_batch):
+        made = observer(gated=False, longest_response=limit)
+        made.before_update(7, step_batch)
+        return made.after_update(7, step_batch, records(step_batch)).get("tim/response_at_limit")
+
+    assert share(5) == 0.5
+    assert share(8) == 0.0
+    assert share(None) is None, "no limit is known"
+    unrecorded = batch(rollout_log_probs_BT=None)
+    assert share(5, unrecorded) == 0.5
+    padding = batch()
+    padding.response_mask_BT[0] = 0
+    assert share(5, padding) == pytest.approx(1 / 3)

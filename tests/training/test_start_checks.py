@@ -134,6 +134,24 @@ def test_vllm_has_no_batch_invariant_kernels_on_a_cpu(config_of, monkeypatch, ro
     assert found() == []
 
 
+@pytest.mark.parametrize(("value", "refused"), [("1", True), ("0", False), ("", False)])
+@pytest.mark.parametrize("in_config", [False, True])
+def test_batch_invariance_that_the_shell_exports_is_seen(config_of, monkeypatch, value, refused, in_config):
+    """Workers inherit it, and what the config says wins."""
+    on_a_machine(monkeypatch, False)
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", value)
+    off = [f"+{INVARIANT}='0'"] if in_config else []
+    found = [
+        finding
+        for finding in findings(config_of("actor_rollout_ref.rollout.name=vllm", *off))
+        if "batch-invariant kernels need a GPU" in finding.problem
+    ]
+    assert [finding.key for finding in found] == (
+        ["environment variable VLLM_BATCH_INVARIANT"] if refused and not in_config else []
+    )
+    assert all("unset it" in finding.remedy for finding in found)
+
+
 def full(key: str) -> str:
     """A key of the table below, where `actor_rollout_ref.` is left out."""
     plus, key = ("+", key[1:]) if key.startswith("+") else ("", key)

@@ -55,6 +55,19 @@ def test_only_tokens_of_the_trainers_version_are_compared():
     assert metrics["tim/mixed_version_rows"] == 1.0
 
 
+def test_what_is_shown_as_mismatch_holds_no_staleness_without_a_gate():
+    """rollout=vllm or stock under an asynchronous trainer: older tokens are off by what the weights moved, too."""
+    made, step_batch = observer(gated=False), stale_moved(mixed())
+    step_batch.rollout_log_probs_BT = step_batch.rollout_log_probs_BT - 0.01
+    made.before_update(STEP, step_batch)
+    metrics = made.after_update(STEP, step_batch, records(step_batch))
+    assert metrics["tim/delta_abs_max"] == pytest.approx(0.51, abs=1e-5)
+    assert mismatch_of(metrics) == pytest.approx(0.01, abs=1e-5)
+    stale = stale_moved(mixed(versions_BT=torch.full((4, 5), 5)))
+    made.before_update(STEP + 1, stale)
+    assert mismatch_of(made.after_update(STEP, stale, records(stale))) is None
+
+
 @pytest.mark.parametrize(
     ("row", "token", "stops"), [(0, 4, True), (1, 2, True), (1, 1, False), (2, 0, False), (3, 0, False)]
 )

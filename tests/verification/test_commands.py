@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from verl_tim.cli import app
+from verl_tim.engine import EngineConfigError
 from verl_tim.training.in_process import single_rank_group
 from verl_tim.verification.random_models import make_random_model
 
@@ -194,3 +195,19 @@ def test_a_flat_model_is_called_one(tmp_path, peak, flat):
     note = flatness(spread)
     assert (note is not None) == flat
     assert not flat or "its distributions are flat (mean top probability 0.0" in note
+
+
+@pytest.mark.parametrize("mode", ["the gate", "--ladder", "--layers"])
+def test_what_an_engine_refuses_is_said_by_name(random_models, tmp_path, monkeypatch, mode):
+    """As where other processes hold the memory: no traceback, in any mode."""
+
+    def refuse(*_args, **_settings):
+        raise EngineConfigError("gpu_memory_utilization=0.5: others hold the memory that it counts on")
+
+    monkeypatch.setattr("verl_tim.verification.subject.start_engine", refuse)
+    words = {"the gate": (), "--ladder": ("--ladder",), "--layers": ("--layers", "--out", str(tmp_path))}[mode]
+    result = verify(random_models["qwen3"], *words, "--json")
+    assert result.exit_code == 2, result.output
+    (problem,) = json.loads(result.stdout)["error"]["problems"]
+    assert problem["key"] == "MODEL"
+    assert "others hold the memory" in problem["problem"]

@@ -13,6 +13,8 @@ REWARD = "critic/score/mean"
 MISMATCH = "tim/delta_abs_max"
 # Of the tokens that the gate compared, and how many it could not: those of other weights than the trainer's.
 COMPARED_MISMATCH, UNCOMPARED = "tim/compared_delta_abs_max", "tim/uncompared_tokens"
+# Where no gate looks: of the tokens that the trainer's own weights drew; logged where others are of older ones.
+FRESH_MISMATCH, OLDEST = "tim/delta_abs_max_at_lag_0", "tim/staleness_max"
 STEP_TIME = "timing_s/step"
 _VALIDATION_PREFIX = "val-core/"
 
@@ -24,9 +26,12 @@ def validation_of(metrics: dict[str, Any]) -> float | None:
 
 
 def mismatch_of(metrics: dict[str, Any]) -> float | None:
-    """The largest |d| of a step; where the gate compared a part of it only, of that part (d of the others holds what
-    other weights say, too). None where nothing was compared."""
-    return metrics.get(COMPARED_MISMATCH if metrics.get(UNCOMPARED) else MISMATCH)
+    """The largest |d| of a step; where the gate compared a part of it only, or where a part was drawn under older
+    weights, of the tokens of the trainer's own (d of the others holds what other weights say, too). None where there
+    are none."""
+    if metrics.get(UNCOMPARED):
+        return metrics.get(COMPARED_MISMATCH)
+    return metrics.get(FRESH_MISMATCH if metrics.get(OLDEST) else MISMATCH)
 
 
 def headline(steps: Sequence[Step], edge: int = 5) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -369,13 +369,26 @@ def planted(name: str | None, known: Mapping[str, Fault]) -> contextlib.Abstract
     return known[name]()
 
 
+@contextlib.contextmanager
+def refused_engines(label: str, split: tuple[int, int] = (1, 1)) -> Iterator[None]:
+    """What an engine refuses of a subject, as LaunchError."""
+    from verl_tim.engine import EngineConfigError
+    from verl_tim.launch.errors import LaunchError
+
+    try:
+        yield
+    except EngineConfigError as error:
+        key, remedy = "MODEL", "choose another model, or make room for this one"
+        if split != (1, 1):
+            key, remedy = "--tensor-parallel, --pipeline-parallel", "choose other degrees, or another model"
+        raise LaunchError.of(key, f"{label}: {error}", remedy) from error
+
+
 def climb_target(
     target: Target, dtype: str, *, requests: int, tokens: int, seed: int, split: tuple[int, int] = (1, 1)
 ) -> tuple[LadderResult, dict[str, Any]]:
     """All scenarios for one model and dtype; the ladder's result, and what was measured beside it."""
     from verl_tim.commands.progress import Work
-    from verl_tim.engine import EngineConfigError
-    from verl_tim.launch.errors import LaunchError
     from verl_tim.training.in_process import single_rank_group
     from verl_tim.verification.scenarios import ladder
     from verl_tim.verification.subject import Subject
@@ -383,7 +396,7 @@ def climb_target(
     began = time.perf_counter()
     with Work(f"{target.label}, {dtype}") as work, quiet_libraries(), single_rank_group():
         work.doing("loading")
-        try:
+        with refused_engines(target.label, split):
             subject = Subject(
                 target.model_path,
                 dtype=dtype,
@@ -395,10 +408,7 @@ def climb_target(
                 tensor_parallel=split[0],
                 pipeline_parallel=split[1],
             )
-        except EngineConfigError as error:
-            key = "--tensor-parallel, --pipeline-parallel" if split != (1, 1) else "MODEL"
-            raise LaunchError.of(key, f"{target.label}: {error}", "choose other degrees, or another model") from error
-        with contextlib.closing(subject):
+        with contextlib.closing(subject), refused_engines(target.label, split):
             spread = subject.spread()  # of the model as it is given: the last rung trains it
             if note := flatness(spread):
                 work.ended(f"{target.label}: {note}")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl_tim.commands.output import print_json, stderr, stdout, writing
 from verl_tim.commands.quiet import quiet_libraries
-from verl_tim.commands.verify import Target, climb_showing, planted, prompts_of, resolve
+from verl_tim.commands.verify import Target, climb_showing, planted, prompts_of, refused_engines, resolve
 
 if TYPE_CHECKING:
     from verl_tim.commands.progress import Work
@@ -55,7 +55,8 @@ def climb_ladder(options: Options, as_json: bool) -> int:
         for target in targets:
             for dtype in target.dtypes:
                 work_on = Work(f"{target.label}, {dtype}")
-                with work_on, planted(options.plant, RUNG_FAULTS), quiet_libraries(), single_rank_group():
+                planting = planted(options.plant, RUNG_FAULTS)
+                with refused_engines(target.label), work_on, planting, quiet_libraries(), single_rank_group():
                     work_on.doing("loading")
                     rungs, other = _rungs(target, others, dtype, options)
                     result = climb_showing(rungs, work_on)
@@ -167,8 +168,9 @@ def compare_layers(options: Options, out: Path, as_json: bool) -> int:
             targets = _resolved(options, options.subjects, Path(work))
         for target in targets:
             for dtype in target.dtypes:
+                beside = Work(f"{target.label}, {dtype}: op by op")
                 try:
-                    with Work(f"{target.label}, {dtype}: op by op") as beside, quiet_libraries(), single_rank_group():
+                    with refused_engines(target.label), beside, quiet_libraries(), single_rank_group():
                         subject = _subject(target, dtype, options)
                         report = _layer_report(subject, options, beside)
                 except LayersError as error:

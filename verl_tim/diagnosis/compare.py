@@ -17,6 +17,7 @@ from verl_tim.diagnosis.curves import (
     DELTA_MEAN,
     DELTA_P99,
     EXACT_FRACTION,
+    RESPONSE_AT_LIMIT,
     REWARD,
     validation_label,
     validation_names,
@@ -368,7 +369,7 @@ def _summary_metrics(logs: Sequence[MetricLog]) -> list[tuple[str, tuple[str, ..
         ("gradient norm", ("actor/grad_norm", "actor/grad_norm/mean"), "number"),
         ("entropy, nats", ("actor/entropy", "actor/entropy_loss"), "number"),
         ("response length", ("response_length/mean",), "number"),
-        ("truncated", ("response_length/clip_ratio",), "share"),
+        ("at length limit", RESPONSE_AT_LIMIT, "share"),
         ("step time, s", ("timing_s/step", "perf/time_per_step"), "number"),
         ("tokens/s/device", ("perf/throughput",), "number"),
     ]

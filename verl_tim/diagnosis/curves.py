@@ -64,6 +64,7 @@ DELTA_MAX = ("tim/delta_abs_max",)
 DELTA_P99 = ("tim/delta_abs_p99",)
 PROBS_MAX = ("training/rollout_probs_diff_max",)
 EXACT_FRACTION = ("tim/exact_fraction",)
+RESPONSE_AT_LIMIT = ("tim/response_at_limit", "response_length/clip_ratio")
 
 PLOTS: tuple[tuple[str, tuple[Plot, ...]], ...] = (
     (
@@ -162,9 +163,10 @@ PLOTS: tuple[tuple[str, tuple[Plot, ...]], ...] = (
             ),
             Plot(
                 "truncated",
-                "Truncated responses",
-                (Line(("response_length/clip_ratio",)),),
-                about="Share that reached the length limit.",
+                "Responses at the length limit",
+                (Line(RESPONSE_AT_LIMIT),),
+                about="Share as long as data.max_response_length, so mostly cut off. A run without tim/* has verl's "
+                "response_length/clip_ratio instead: with the V1 trainer the share as long as the batch's longest.",
                 kind="share",
             ),
             Plot("step_time", "Step time", (Line(("timing_s/step", "perf/time_per_step")),), unit="s", kind="seconds"),

@@ -419,6 +419,9 @@ def _put_staleness(
         low_B.scatter_reduce_(0, tokens.row_N, lag_N, "amin")
         high_B = torch.full((rows,), -1, device=lag_N.device).scatter_reduce_(0, tokens.row_N, lag_N, "amax")
         mixed = (high_B > low_B).sum()
+        if bool(low == 0):
+            # what older weights say is no mismatch; of one version throughout it is delta_abs_max, or there is none
+            sink.put("delta_abs_max_at_lag_0", size_N[lag_N == 0].max())
         capped_N = lag_N.clamp_max(MAX_VERSION_LAG)
         sums_G, counts_G = group_sums(capped_N, size_N, len(names)), group_counts(capped_N, len(names))
     sink.put_mean("staleness_mean", lag_N)

@@ -13,8 +13,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_tim.correction import ConfigError, RolloutCorrectionConfig, UnderscoreNumber
 from verl_tim.doctor.machine import Gpu, Machine
-from verl_tim.doctor.rule import ACTOR, ENVIRONMENT, MODEL, ROLLOUT
+from verl_tim.doctor.rule import ACTOR, MODEL, ROLLOUT
 from verl_tim.launch.prepare import complete
+from verl_tim.replay.routers import NUM_EXPERTS
 from verl_tim.sequence_parallel import sequence_parallel
 from verl_tim.training import start_checks
 from verl_tim.training.config import uses_verl_tim
@@ -72,15 +73,9 @@ class View(start_checks.View):
                 return f"{where}.{spelling}", options[spelling]
         return f"{where}.{name}", None
 
-    def variable(self, name: str) -> tuple[str, str | None]:
-        """An environment variable as the workers get it: the key or place that sets it, and its value or None."""
-        key = f"{ENVIRONMENT}.{name}"
-        given = self.get(ENVIRONMENT, {})
-        if isinstance(given, (Mapping, DictConfig)) and given.get(name) is not None:
-            return key, str(given[name])
-        if self.machine is not None and name in self.machine.environment:
-            return f"environment variable {name}", self.machine.environment[name]
-        return key, None
+    @property
+    def environment(self) -> Mapping[str, str]:
+        return {} if self.machine is None else self.machine.environment
 
     def is_on(self, name: str) -> bool:
         """Whether an environment variable is set to something other than off."""
@@ -222,8 +217,9 @@ class View(start_checks.View):
     @property
     def experts(self) -> int:
         """Experts of a mixture-of-experts model; 0 for a dense one, or where the config is not to be had."""
-        names = ("num_experts", "num_local_experts", "n_routed_experts")
-        return max((int(getattr(self.model_config, name, 0) or 0) for name in names), default=0)
+        # where a model reads more than text, the part that does has the experts
+        configs = (self.model_config, getattr(self.model_config, "text_config", None))
+        return max(int(getattr(config, name, 0) or 0) for config in configs for name in NUM_EXPERTS)
 
     @property
     def unused_logits(self) -> tuple[int, int] | None:

@@ -245,15 +245,16 @@ class StepObserver:
             MismatchError: as in `before_update`.
         """
         self._part = 0
+        lengths = self._lengths(batch)
         seen = assemble(records, len(batch), batch.response_mask_BT.shape[1])
         choices = Choices.of(batch.recorded, forwards)
         self._tokens.write(step, batch, seen, choices)
         if batch.rollout_log_probs_BT is None:
-            return {}
+            return lengths
         scored = batch.old_log_probs_BT is not None
         look = self._scored if scored else self._unscored
         metrics = look(step, batch, seen) | self._of_the_loss(batch, records)
-        metrics |= self._coverage(step, batch)
+        metrics |= lengths | self._coverage(step, batch)
         if choices.rollout and choices.train:
             train_BT = batch.old_log_probs_BT if batch.old_log_probs_BT is not None else seen.log_prob_BT
             valid_BT = batch.response_mask_BT.bool() & finite_fp32(train_BT) & finite_fp32(batch.rollout_log_probs_BT)
@@ -318,6 +319,15 @@ class StepObserver:
             spearman_sample=SPEARMAN_TOKENS,
             **self._versions(step, batch, rows),
         )
+
+    def _lengths(self, batch: StepBatch) -> dict[str, float]:
+        """Share of rows as long as a response may be. verl's `response_length/clip_ratio` is of the batch's width, to
+        which V1 pads: of its longest row, however short (trainer/ppo/v1, verl 0.9.1)."""
+        valid_B = (batch.response_mask_BT.sum(dim=1) > 0).tolist()
+        lengths = [len(ids) for ids, valid in zip(batch.responses, valid_B, strict=True) if valid]
+        if self.longest_response is None or not lengths:
+            return {}
+        return {"tim/response_at_limit": sum(n >= self.longest_response for n in lengths) / len(lengths)}
 
     def _of_the_loss(self, batch: StepBatch, records: Sequence[LossRecord]) -> dict[str, float]:
         """Metrics of the ratio that the loss used, over every mini-batch and epoch, in either mode."""

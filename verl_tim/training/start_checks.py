@@ -8,7 +8,7 @@ and the trainers run them once more against the Ray cluster that is there.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from verl_tim.training.config import (
     EXTERNAL_LIBS,
     ROLLOUTS,
     VERL_BACKENDS,
+    WORKER_ENVIRONMENT,
     ConfigError,
     TimConfig,
     joins_a_cluster,
@@ -39,7 +40,7 @@ from verl_tim.training.model_file import model_file
 from verl_tim.training.on_policy import on_policy
 from verl_tim.training.replay_checks import replay_findings
 from verl_tim.training.reuse_checks import reuse_findings
-from verl_tim.training.vllm_checks import invariance_findings, route_findings
+from verl_tim.training.vllm_checks import INVARIANT, invariance_findings, route_findings
 
 # ResourcePoolManager.max_colocate_count (single_controller/ray/base.py:192): CPUs in each rank's placement-group
 # bundle.
@@ -101,6 +102,25 @@ class View:
     def get(self, key: str, default: Any = None) -> Any:
         value = OmegaConf.select(self.config, key, default=default, throw_on_missing=False)
         return default if value is None else value
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """The environment that the run starts in."""
+        return os.environ
+
+    def variable(self, name: str) -> tuple[str, str | None]:
+        """An environment variable as the workers get it: the key or place that sets it, and its value or None.
+
+        Only for names that reach them from the shell in every case, which are those that verl hands on to a cluster
+        that runs already (trainer/constants_ppo.py:141).
+        """
+        key = f"{WORKER_ENVIRONMENT}.{name}"
+        given = self.get(WORKER_ENVIRONMENT, {})
+        if isinstance(given, (Mapping, DictConfig)) and given.get(name) is not None:
+            return key, str(given[name])
+        if name in self.environment:
+            return f"environment variable {name}", self.environment[name]
+        return key, None
 
     @property
     def ranks(self) -> int:
@@ -488,7 +508,7 @@ def _vllm_routes(view: View, _: Cluster | None) -> Iterator[Finding]:
 def _vllm_invariant(view: View, _: Cluster | None) -> Iterator[Finding]:
     """vLLM's batch-invariant kernels (rollout=vllm_invariant) need a GPU; on a CPU its engine dies at the first
     request."""
-    yield from invariance_findings(view.get, cpu_only=view.cpu_only)
+    yield from invariance_findings(view.get, view.variable(INVARIANT), cpu_only=view.cpu_only)
 
 
 def _deterministic(view: View, _: Cluster | None) -> Iterator[Finding]:

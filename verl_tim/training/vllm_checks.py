@@ -13,15 +13,20 @@ from verl_tim.training.config import WORKER_ENVIRONMENT
 from verl_tim.training.finding import Finding
 from verl_tim.training.replay_checks import has_experts
 
-INVARIANT_KEY = f"{WORKER_ENVIRONMENT}.VLLM_BATCH_INVARIANT"
+INVARIANT = "VLLM_BATCH_INVARIANT"
+INVARIANT_KEY = f"{WORKER_ENVIRONMENT}.{INVARIANT}"
 _ROLLOUT = "actor_rollout_ref.rollout"
 _RETURNS_KEY = f"{_ROLLOUT}.engine_kwargs.vllm.enable_return_routed_experts"
 _Get = Callable[..., Any]
 
 
 def is_batch_invariant(get: _Get) -> bool:
-    """Whether vLLM's workers are told to take batch-invariant kernels."""
-    return str(get(INVARIANT_KEY, "0")).strip().lower() not in ("", "0", "false")
+    """Whether the config tells vLLM's workers to take batch-invariant kernels."""
+    return _is_on(get(INVARIANT_KEY))
+
+
+def _is_on(value: Any) -> bool:
+    return str(value or "0").strip().lower() not in ("", "0", "false")
 
 
 def route_findings(get: _Get, *, cpu_only: bool) -> Iterator[Finding]:
@@ -49,17 +54,23 @@ def route_findings(get: _Get, *, cpu_only: bool) -> Iterator[Finding]:
         )
 
 
-def invariance_findings(get: _Get, *, cpu_only: bool) -> Iterator[Finding]:
+def invariance_findings(get: _Get, variable: tuple[str, str | None], *, cpu_only: bool) -> Iterator[Finding]:
     """Batch-invariant kernels on a CPU: vLLM starts, and its first request ends in "'function' object is not
-    subscriptable"."""
+    subscriptable".
+
+    Args:
+        variable: `INVARIANT` as the workers get it, from the config or from the shell: what sets it, and its value.
+    """
     if not cpu_only or get(f"{_ROLLOUT}.name") != "vllm":
         return
     why = "vLLM's batch-invariant kernels need a GPU: on a CPU its engine would die at the first request"
-    if is_batch_invariant(get):
+    place, value = variable
+    if _is_on(value):
+        out = "leave it out (rollout=vllm)" if place == INVARIANT_KEY else "unset it"
         yield Finding(
-            INVARIANT_KEY,
-            f"it is {get(INVARIANT_KEY)}, and {why}",
-            "Choose rollout=vexact, which is batch-invariant on a CPU, too, or leave it out (rollout=vllm)",
+            place,
+            f"it is {value}, and {why}",
+            f"Choose rollout=vexact, which is batch-invariant on a CPU, too, or {out}",
         )
     if get(f"{_ROLLOUT}.full_determinism", False):
         yield Finding(

@@ -110,8 +110,8 @@ def staggered_arrivals(subject: Subject) -> ScenarioResult:
     """Staggered arrivals: requests come one by one and in bursts while others run, or when all have ended."""
     engine = subject.engine()
     waiting = subject.draw_prompts(subject.requests, tag="staggered")
-    prompts, outputs = list(waiting), {}
-    beside = 0
+    prompts, beside = list(waiting), 0
+    outputs: dict[str, RequestOutput] = {}
     while waiting or engine.has_work():
         # none, one, or a burst; and the next one where nothing is left to do
         for _ in range(int(subject.rng.choice((0, 0, 0, 1, 1, 4))) or int(not engine.has_work())):

@@ -29,6 +29,7 @@ from verl_tim.models.taps import ROTATED
 from verl_tim.rollout.vllm_cpu import is_cpu_build
 from verl_tim.training.in_process import ScoredSequence
 from verl_tim.verification.answers import Answer, Top2
+from verl_tim.verification.vllm_start import StartError, started
 
 EXTENSION = f"{__name__}.TapExtension"
 _LAYER = r"model\.layers\.\d+"
@@ -55,8 +56,8 @@ def require_vllm() -> None:
     """Raises `VllmError` where vLLM is not installed."""
     if importlib.util.find_spec("vllm") is None:
         raise VllmError(
-            "vllm is not installed here: pip install 'verl_tim[gpu]' on a machine with a GPU, or dump the log-probs of "
-            "another engine to a file and give --dump"
+            "vllm is not installed here: pip install 'verl_tim[gpu]' on a machine with a GPU, scripts/vllm_cpu.sh on "
+            "one without, or dump the log-probs of another engine to a file and give --dump"
         )
 
 
@@ -223,6 +224,9 @@ def make_llm(model_path: str, *, dtype: str, max_model_len: int, seed: int, taps
     Args:
         max_model_len: longest prompt and response together.
         taps: for `hidden_states`: eager, one prompt in one piece, no prefix cache, and `TapExtension` in the worker.
+
+    Raises:
+        VllmError: vLLM is not installed, or its engine does not start.
     """
     require_vllm()
     # A forked engine process cannot use a GPU that this process has looked at (torch.cuda.is_available is enough), and
@@ -253,7 +257,10 @@ def make_llm(model_path: str, *, dtype: str, max_model_len: int, seed: int, taps
             "max_num_batched_tokens": max_model_len,
             "worker_extension_cls": EXTENSION,
         }
-    return LLM(**settings)
+    try:
+        return started(lambda: LLM(**settings))
+    except StartError as error:
+        raise VllmError(f"vLLM did not start: {error}") from error
 
 
 def vllm_answers(

@@ -36,8 +36,16 @@ def check(config: DictConfig) -> Iterator[Finding]:
             else f"set trainer.n_gpus_per_node={gpus}, or start in a Ray cluster that has them",
         )
     name = config.actor_rollout_ref.rollout.name
-    if name in _WITHOUT_GPU and not remote and gpus == 0 and not (name == "vllm" and is_cpu_build()):
-        yield Finding("rollout", f"{name} needs a GPU, and this machine has none", f"take {_WITHOUT_GPU[name]}")
+    if name in _WITHOUT_GPU and _is_without_gpu(config) and not (name == "vllm" and is_cpu_build()):
+        missing = "vllm is not installed" if name == "vllm" and installed() is None else f"{name} needs a GPU"
+        yield Finding("rollout", f"{missing}, and this machine has no GPU", f"take {_WITHOUT_GPU[name]}")
+
+
+def _is_without_gpu(config: DictConfig) -> bool:
+    """Whether the run is to be on this machine, which has no GPU."""
+    import torch
+
+    return not joins_a_cluster(config) and torch.cuda.device_count() == 0
 
 
 REWARD = "reward.custom_reward_function.path"
@@ -46,7 +54,8 @@ REWARD = "reward.custom_reward_function.path"
 def check_packages(config: DictConfig) -> Iterator[Finding]:
     """Packages that the chosen rollout, loggers and the verifiers of this package's tasks import and that are not
     installed, and logins that they need."""
-    if config.actor_rollout_ref.rollout.name == "vllm" and installed() is None:
+    # without a GPU it is vLLM's build for CPUs that is missing, and `check` says so
+    if config.actor_rollout_ref.rollout.name == "vllm" and installed() is None and not _is_without_gpu(config):
         yield Finding("rollout", "vllm is not installed", "pip install 'verl_tim[gpu]', or take rollout=vexact")
     if config.trainer.use_v1 and find_spec("transfer_queue") is None:
         yield Finding("trainer.use_v1", "the V1 trainer needs TransferQueue", "pip install 'TransferQueue>=0.1.10'")
