@@ -150,7 +150,14 @@ def encoded(item: Bucket | str | None) -> bytes:
     if isinstance(item, str):
         return json.dumps({"error": item}).encode()
     entries = [
-        [entry.name, list(entry.shape), str(entry.dtype).removeprefix("torch."), entry.start, entry.nbytes, entry.offset]
+        [
+            entry.name,
+            list(entry.shape),
+            str(entry.dtype).removeprefix("torch."),
+            entry.start,
+            entry.nbytes,
+            entry.offset,
+        ]
         for entry in item.entries
     ]
     return json.dumps({"number": item.number, "entries": entries}).encode()
