@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import builtins
+import json
+import pickle
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -10,8 +13,8 @@ import torch
 from verl.checkpoint_engine.base import CheckpointEngineRegistry
 
 from verl_tim.rollout import gloo_checkpoint_engine
-from verl_tim.rollout.gloo_checkpoint_engine import GlooCheckpointEngine
-from verl_tim.rollout.weights import WeightStreamError
+from verl_tim.rollout.gloo_checkpoint_engine import GlooCheckpointEngine, decoded, encoded
+from verl_tim.rollout.weights import Bucket, Entry, WeightStreamError
 
 RECEIVERS = 2
 
@@ -97,3 +100,44 @@ def test_a_sender_that_fails_tells_the_receivers(group):
     for error in others[:RECEIVERS]:
         assert isinstance(error, WeightStreamError)
         assert "planted: the gather broke" in str(error)
+
+
+class Planted:
+    """As a pickle, it runs what it was told."""
+
+    def __reduce__(self):
+        return exec, ("import builtins; builtins.planted = True",)
+
+
+def test_a_pickle_from_whoever_reached_the_port_is_not_read():
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        with pytest.raises(WeightStreamError, match="no bucket of weights"):
+            decoded(pickle.dumps(Planted(), protocol=protocol), 64)
+    assert not hasattr(builtins, "planted")
+
+
+def test_a_bucket_an_error_and_the_end_come_back_as_they_were():
+    entry = Entry("layer.0", (3, 2), torch.bfloat16, 0, 12, 0)
+    assert decoded(encoded(Bucket(4, [entry])), 12) == Bucket(4, [entry])
+    assert decoded(encoded("ValueError: planted \u00e9"), 0) == "ValueError: planted \u00e9"
+    assert decoded(encoded(None), 0) is None
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        [],
+        5,
+        {},
+        {"number": 0},
+        {"number": "first", "entries": []},
+        {"number": 0, "entries": [["w", [3], "float32", 0]]},
+        {"number": 0, "entries": [["w", [3], "load", 0, 12, 0]]},
+        {"number": 0, "entries": [["w", [4], "float32", 0, 16, 0]]},
+        {"number": 0, "entries": [["w", [1], "float32", -4, 4, 0]]},
+    ],
+    ids=str,
+)
+def test_a_header_that_names_no_bucket_is_refused(header):
+    with pytest.raises(WeightStreamError, match="no bucket of weights"):
+        decoded(json.dumps(header).encode(), 12)

@@ -44,6 +44,35 @@ def test_verls_keys_reach_the_engine():
     assert options(name="stock").engine.numerics == "stock"
 
 
+@pytest.mark.parametrize("name", ["vexact", "stock"])
+@pytest.mark.parametrize(
+    ("own", "cached"),
+    [
+        ({}, None),
+        ({"enable_prefix_cache": None}, None),
+        ({"enable_prefix_cache": False}, False),
+        ({"enable_prefix_cache": True}, True),
+    ],
+)
+def test_the_prefix_cache_is_verls_unless_the_engines_own_option_says_otherwise(name, own, cached):
+    for verls in (True, False):
+        read = options(name=name, enable_prefix_caching=verls, engine_kwargs={name: own})
+        assert read.engine.enable_prefix_cache is (verls and name == "vexact" if cached is None else cached)
+
+
+def test_verls_defaults_are_served():
+    from hydra import compose, initialize_config_module
+
+    from verl_tim.rollout.options import refusals
+
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        asked = ["actor_rollout_ref.rollout.name=vexact"]
+        rollout = compose("ppo_trainer", overrides=asked).actor_rollout_ref.rollout
+    assert refusals(rollout) == []
+    read = rollout_options(rollout, model_path="/model", max_position_embeddings=4096, device="cpu")
+    assert read.engine.enable_prefix_cache
+
+
 def test_a_gpu_takes_verls_memory_share_and_eager_switch():
     asked = config(gpu_memory_utilization=0.6, enforce_eager=True)
     on_gpu = rollout_options(asked, model_path="/model", max_position_embeddings=128, device="cuda:0").engine
@@ -95,6 +124,12 @@ def test_options_of_another_rollout_are_not_read():
         ({"mtp": {"enable": True, "enable_rollout": True}}, "mtp.enable_rollout"),
         ({"disaggregation": {"enabled": True}}, "disaggregation.enabled"),
         ({"prometheus": {"enable": True}, "disable_log_stats": True}, "rollout.disable_log_stats: prometheus.enable"),
+        ({"enable_chunked_prefill": False}, r"rollout\.enable_chunked_prefill=False: .*set it to true"),
+        ({"cudagraph_capture_sizes": [1, 8]}, r"rollout\.cudagraph_capture_sizes=\[1, 8\]: .*set it to null"),
+        ({"scheduling_policy": "priority"}, r"rollout\.scheduling_policy=priority: .*set it to fcfs"),
+        ({"logprobs_mode": "raw_logprobs"}, r"rollout\.logprobs_mode=raw_logprobs: .*set it to processed_logprobs"),
+        ({"qat": {"enable": True}}, "rollout.qat.enable"),
+        ({"enable_prefix_caching": "false"}, "enable_prefix_caching='false'"),
         ({"dtype": "float16"}, "rollout.dtype=float16"),
         ({"load_format": "gguf"}, "load_format=gguf"),
         ({"response_length": 200}, r"max_prompt_length=40.*max_response_length=200.*context of 128"),

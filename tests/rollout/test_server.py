@@ -300,7 +300,7 @@ async def test_a_sender_that_gives_up_frees_the_engine(server, weights):
     await asyncio.wait_for(server.abandon_weights("the trainer died"), timeout=10)
     with pytest.raises(EngineStateError, match="the trainer died"):
         await server.generate([5], dict(SAMPLED), "a")
-    with pytest.raises(RuntimeError, match="begin_weights comes first"):
+    with pytest.raises(RuntimeError, match=r"no weight update is running.*trainer\.resume_mode=auto"):
         await server.finish_weights()
 
 
@@ -475,3 +475,13 @@ async def test_a_report_counts_and_names_failures_once(server):
     again = await server.report()
     assert again["counters"] == dict.fromkeys(report["counters"], 0)
     assert again["failures"] == []
+
+
+async def test_a_profile_that_is_asked_for_is_declined_once(server, caplog):
+    for _ in range(2):
+        await server.start_profile()
+        await server.stop_profile()
+    said = [record.getMessage() for record in caplog.records if "profile" in record.getMessage()]
+    assert len(said) == 1
+    assert "actor_rollout_ref.rollout.profiler" in said[0]
+    assert "verl-tim bench rollout --profile FILE" in said[0]

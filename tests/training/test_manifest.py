@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 import verl_tim.training.manifest as manifest_module
 from tests.training.sides import RolloutSide, TrainerSide
 from verl_tim.diagnosis.manifest import Manifest, ProcessFacts, flatten
-from verl_tim.training.config import TimConfig
+from verl_tim.training.config import ConfigError, TimConfig
 from verl_tim.training.describe import describe_engine
 from verl_tim.training.manifest import run_manifest
 
@@ -22,17 +22,22 @@ def remote(result):
 
 
 @pytest.fixture
-def run(folders, process_group, monkeypatch):
+def ask(folders, process_group, monkeypatch):
+    """Asks a trainer and a server for the run's manifest; what is given replaces facts of the server."""
     monkeypatch.setattr(manifest_module.ray, "get", lambda refs: refs)
     trainer, rollout = TrainerSide(folders("qwen3_moe")), RolloutSide(folders("qwen3_moe"))
     worker = SimpleNamespace(
         worker_dict={"actor_rollout": SimpleNamespace(actor=SimpleNamespace(engine=trainer.engine))}
     )
     workers = [SimpleNamespace(__ray_call__=SimpleNamespace(remote=lambda function: function(worker)))]
-    server = SimpleNamespace(describe=remote(lambda: asyncio.run(rollout.server.describe())))
     config = OmegaConf.create(
         {
-            "tim": {"run_dir": "/runs/first", "choices": {"recipe": "cpu_grpo"}, "task": {"name": "chain_sum"}},
+            "tim": {
+                "run_dir": "/runs/first",
+                "choices": {"recipe": "cpu_grpo"},
+                "task": {"name": "chain_sum"},
+                "trainer_numerics": "contract",
+            },
             "algorithm": {"adv_estimator": "grpo", "rollout_correction": {"bypass_mode": False, "rollout_is": "token"}},
             "actor_rollout_ref": {
                 "actor": {"policy_loss": {"loss_mode": "vanilla"}},
@@ -41,16 +46,27 @@ def run(folders, process_group, monkeypatch):
             "trainer": {"experiment_name": "e"},
         }
     )
-    yield run_manifest(
-        TimConfig.of(config),
-        config,
-        SimpleNamespace(workers=workers),
-        [SimpleNamespace(get_replicas=lambda: [SimpleNamespace(servers=[server])])],
-    )
+
+    def asked(**changes):
+        server = SimpleNamespace(describe=remote(lambda: {**asyncio.run(rollout.server.describe()), **changes}))
+        return run_manifest(
+            TimConfig.of(config),
+            config,
+            SimpleNamespace(workers=workers),
+            [SimpleNamespace(get_replicas=lambda: [SimpleNamespace(servers=[server])])],
+        )
+
+    yield asked
     rollout.close()
 
 
-def test_both_sides_speak_for_themselves(run, tmp_path):
+def test_sides_of_two_contracts_get_no_manifest(ask):
+    with pytest.raises(ConfigError, match=r"server 0 keeps the contract fa3/other, .*fused_kernel_options\.attention"):
+        ask(contract_id="fa3/other")
+
+
+def test_both_sides_speak_for_themselves(ask, tmp_path):
+    run = ask()
     assert (run.run.name, run.run.recipe, run.run.task, run.run.algorithm) == ("first", "cpu_grpo", "chain_sum", "grpo")
     assert (run.run.rollout, run.run.correction, run.old_log_probs) == ("vexact", "token_is", "recompute")
     trainer, rollout = run.trainer.facts, run.rollout.facts

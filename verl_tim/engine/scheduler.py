@@ -217,8 +217,9 @@ class Scheduler:
             for request in self._unload(slots[~finite]):
                 at = request.prompt_len + len(request.drawn)
                 error = RequestError(
-                    f"request {request.request_id}: the model's logits for position {at} are not finite; "
-                    "check the weights, or use dtype=float32"
+                    f"request {request.request_id}: the model's logits for position {at} are not finite: either the "
+                    "weights hold such numbers (look at the loss and grad_norm of the update before, and lower the "
+                    "learning rate), or activations grow beyond their dtype (on a CPU dtype=float32 shows which)"
                 )
                 outputs.append(self._finish(request, "error", error))
             self.pool.forget()  # pages with such numbers in them must not be found again,

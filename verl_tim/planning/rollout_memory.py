@@ -88,13 +88,6 @@ class RolloutMemory:
         page = self.settings.page_size
         return max(0, int(self.pool / self.token_bytes) // page * page)
 
-    @property
-    def needed_share(self) -> float:
-        """The least `gpu_memory_utilization` that holds one longest sequence, rounded up to a percent."""
-        one = math.ceil(self.settings.max_model_length / self.settings.page_size + 1) * self.settings.page_size
-        need = self.weights + self.activations + self.graphs + _RESERVE + one * self.token_bytes
-        return math.ceil(100 * need / self.total) / 100
-
     def awake(self) -> tuple[Item, ...]:
         """All that it holds while it generates."""
         s = self.settings

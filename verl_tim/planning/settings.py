@@ -266,7 +266,9 @@ def _rollout(reader: _Reader) -> dict[str, Any]:
         reader.refuse(f"{ROLLOUT}.gpu_memory_utilization", f"is {share!r}", "give a share in (0, 1]")
         share = 0.5
     ours = engine in ("vexact", "stock")
-    key = "enable_prefix_cache" if ours else "enable_prefix_caching"
+    cached = options.get("enable_prefix_cache") if ours else None
+    if engine == "stock":
+        cached = bool(cached)
     return {
         "engine": engine,
         "rollout_bytes": 4 if str(reader.get(f"{ROLLOUT}.dtype", "bfloat16")) in ("float32", "fp32") else 2,
@@ -281,7 +283,7 @@ def _rollout(reader: _Reader) -> dict[str, Any]:
         "kv_tokens": options.get("kv_cache_tokens") if ours else None,
         "kv_bytes": options.get("kv_cache_bytes") if ours else None,
         "page_size": int(options.get("page_size") or 64) if ours else 16,
-        "prefix_cache": bool(options.get(key, False)) if ours else reader.flag(f"{ROLLOUT}.{key}", True),
+        "prefix_cache": reader.flag(f"{ROLLOUT}.enable_prefix_caching", True) if cached is None else bool(cached),
         "bucket_bytes": reader.count(f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes", 2048) << 20,
         "agent_workers": reader.count(f"{ROLLOUT}.agent.num_workers", 8),
     }

@@ -3,13 +3,16 @@
 verl's own engines (nccl, nixl, ...) need GPUs or a fabric. Chosen by `actor_rollout_ref.rollout.checkpoint_engine:
 {backend: gloo, custom_backend_module: verl_tim.rollout.gloo_checkpoint_engine}`. Actor rank 0 broadcasts buckets to all
 rollout workers; the other actor ranks pull the stream, which is a collective of theirs, and send nothing.
+
+What travels is JSON and the tensors' bytes, never a pickle: the group's store asks nobody who he is, and whoever can
+reach its port could otherwise run code in the servers.
 """
 
 from __future__ import annotations
 
 import asyncio
 import datetime
-import pickle
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -19,7 +22,7 @@ import torch.distributed as dist
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 from verl.workers.rollout.utils import ensure_async_iterator
 
-from verl_tim.rollout.weights import Bucket, Unpacker, WeightStreamError, pack
+from verl_tim.rollout.weights import Bucket, Entry, Unpacker, WeightStreamError, pack
 
 BACKEND = "gloo"
 _TIMEOUT = datetime.timedelta(minutes=10)
@@ -116,8 +119,7 @@ class GlooCheckpointEngine(CheckpointEngine):
     def _send(self, item: Bucket | str | None) -> None:
         """A bucket, the sender's error, or the end."""
         data = item.data if isinstance(item, Bucket) else None
-        header = Bucket(item.number, item.entries) if isinstance(item, Bucket) else item
-        raw = torch.frombuffer(bytearray(pickle.dumps(header)), dtype=torch.uint8)
+        raw = torch.frombuffer(bytearray(encoded(item)), dtype=torch.uint8)
         self._broadcast(torch.tensor([len(raw), 0 if data is None else len(data)]))
         self._broadcast(raw)
         if data is not None and len(data):
@@ -128,7 +130,7 @@ class GlooCheckpointEngine(CheckpointEngine):
         self._broadcast(sizes)
         raw, data = (torch.empty(size, dtype=torch.uint8) for size in sizes.tolist())
         self._broadcast(raw)
-        item = pickle.loads(raw.numpy().tobytes())
+        item = decoded(raw.numpy().tobytes(), len(data))
         if isinstance(item, Bucket):
             if len(data):
                 self._broadcast(data)
@@ -139,3 +141,55 @@ class GlooCheckpointEngine(CheckpointEngine):
         options = dist.BroadcastOptions()
         options.rootRank = 0
         self._group.broadcast([tensor], options).wait()
+
+
+def encoded(item: Bucket | str | None) -> bytes:
+    """JSON of a bucket without its bytes, of the sender's error, or of the end."""
+    if item is None:
+        return json.dumps({"end": True}).encode()
+    if isinstance(item, str):
+        return json.dumps({"error": item}).encode()
+    entries = [
+        [
+            entry.name,
+            list(entry.shape),
+            str(entry.dtype).removeprefix("torch."),
+            entry.start,
+            entry.nbytes,
+            entry.offset,
+        ]
+        for entry in item.entries
+    ]
+    return json.dumps({"number": item.number, "entries": entries}).encode()
+
+
+def decoded(raw: bytes, nbytes: int) -> Bucket | str | None:
+    """`encoded` backwards.
+
+    Args:
+        nbytes: of the bucket's data, which must hold every tensor that is named.
+
+    Raises:
+        WeightStreamError: it is something else.
+    """
+    try:
+        header = json.loads(raw)
+        if "end" in header:
+            return None
+        if "error" in header:
+            return str(header["error"])
+        return Bucket(int(header["number"]), [_entry(*fields, nbytes) for fields in header["entries"]])
+    except (ValueError, TypeError, KeyError) as error:
+        raise WeightStreamError(
+            f"what arrived is no bucket of weights ({type(error).__name__}: {error}): the trainer and the rollout must "
+            "have one version of verl-tim, and nobody else may reach the group's port"
+        ) from error
+
+
+def _entry(name: str, shape: list[int], dtype: str, start: int, size: int, offset: int, nbytes: int) -> Entry:
+    kind = getattr(torch, dtype, None)
+    if not isinstance(kind, torch.dtype):
+        raise ValueError(f"{name} has dtype {dtype!r}")
+    if not 0 <= start <= start + size <= nbytes:
+        raise ValueError(f"{name} lies at bytes {start} to {start + size} of {nbytes}")
+    return Entry(name, tuple(shape), kind, start, size, offset)

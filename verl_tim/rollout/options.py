@@ -1,7 +1,8 @@
 """verl's rollout config to the engine's: which keys are read, which are refused.
 
 Our options live under `actor_rollout_ref.rollout.engine_kwargs.<name>`; verl's own rollout keys keep their meaning. A
-key that this engine cannot honour is refused by name instead of being ignored.
+key that this engine cannot honour is refused by name instead of being ignored; docs/configuration.md lists those that
+mean nothing here. A request's `priority` is none of them: verl's client sends it to vLLM only (llm_server.py:147).
 """
 
 from __future__ import annotations
@@ -91,6 +92,18 @@ def refusals(rollout: Any) -> list[tuple[str, str]]:
             found.append((f"{_PREFIX}.{key}={get(key)}", f"rollout {name} has {remedy}"))
     if get("quantization") is not None or get("quantization_config_file") is not None:
         found.append((f"{_PREFIX}.quantization", f"rollout {name} computes in bfloat16 or float32: set it to null"))
+    if get("qat.enable", False):
+        found.append((f"{_PREFIX}.qat.enable", f"rollout {name} computes in bfloat16 or float32: set it to false"))
+    fixed = {
+        "enable_chunked_prefill": (True, "cuts a prompt that does not fit its step, with the same log-probs"),
+        "cudagraph_capture_sizes": (None, "records sizes of its own, up to max_num_seqs (enforce_eager=true: none)"),
+        "scheduling_policy": ("fcfs", "serves requests in the order in which they come"),
+        "logprobs_mode": ("processed_logprobs", "returns log-probs at the sampling temperature, as the trainer's are"),
+    }
+    for key, (value, remedy) in fixed.items():
+        if get(key, value) != value:
+            shown = "null" if value is None else str(value).lower()
+            found.append((f"{_PREFIX}.{key}={get(key)}", f"rollout {name} {remedy}: set it to {shown}"))
     if get("mtp.enable", False) and get("mtp.enable_rollout", False):
         found.append((f"{_PREFIX}.mtp.enable_rollout", f"rollout {name} has no speculative decoding: set it to false"))
     if get("disaggregation.enabled", False):
@@ -146,6 +159,9 @@ def rollout_options(
     if not isinstance(given, Mapping):
         raise ConfigError(f"{where}={given!r}: give options, such as {where}.kv_cache_tokens=65536")
     options = dict(given)
+    if options.get("enable_prefix_cache") is None:  # stock has none unless its own option asks: see determinism.py
+        verls = _flag(rollout, "enable_prefix_caching", True)
+        options["enable_prefix_cache"] = verls and name == "vexact"
     num_threads, in_flight = options.pop("num_threads", None), options.pop("in_flight", "abort")
     known = (*ENGINE_OPTIONS, "num_threads", "in_flight")
     for key in options:

@@ -72,6 +72,7 @@ class EngineServer:
         # what failed since the last report; verl's V1 trainer drops a failed response without a word
         self._failures: list[str] = []
         self._reported = EngineStats()
+        self._said_no_profile = False
 
     # ---------------------------------------------------------------------------------------------------- requests
 
@@ -103,7 +104,10 @@ class EngineServer:
         try:
             for kind, given in (("image", image_data), ("video", video_data), ("audio", audio_data)):
                 if given:
-                    raise ValueError(f"rollout {self.name} serves text only, the request holds {kind} data")
+                    raise ValueError(
+                        f"rollout {self.name} serves text only, the request holds {kind} data: take rollout=vllm "
+                        "trainer=stock for such data, or leave it out of the prompts"
+                    )
             prompt_ids = [int(token) for token in prompt_ids]
             values = dict(sampling_params)
             wanted = bool(values.pop(RECORD_PARAM, False))
@@ -281,16 +285,27 @@ class EngineServer:
 
     def _running_update(self) -> _Update:
         if self._update is None:
-            raise RuntimeError("no weight update is running: begin_weights comes first")
+            raise RuntimeError(
+                f"rollout {self.name}: weights arrived, but no weight update is running: it was never begun, or was "
+                "given up (the error before this one says why); the run cannot go on, restart it from its last "
+                "checkpoint (trainer.resume_mode=auto)"
+            )
         return self._update
 
     # ------------------------------------------------------------------------------------------- profiling, reports
 
     async def start_profile(self, **kwargs: Any) -> None:
-        """verl profiles vLLM and SGLang through this call; this engine has no profiler of its own."""
+        """verl profiles vLLM and SGLang through this call; this engine writes no profile there, and says so once."""
+        if not self._said_no_profile:
+            self._said_no_profile = True
+            logger.warning(
+                "rollout %s writes no profile in verl (global_profiler.steps, actor_rollout_ref.rollout.profiler): "
+                "`verl-tim bench rollout --profile FILE` writes one of its decode steps",
+                self.name,
+            )
 
     async def stop_profile(self) -> None:
-        """See `start_profile`."""
+        """Nothing was started (`start_profile`)."""
 
     async def describe(self) -> dict[str, Any]:
         """Facts of this process and its engine, under the manifest's keys (`diagnosis.manifest.ProcessFacts`)."""

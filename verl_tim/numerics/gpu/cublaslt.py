@@ -313,6 +313,7 @@ def run(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out_TN: Tensor, 
     if not offered:
         raise ContractError(
             f"cuBLASLt has no algorithm in the contract's order for x {tuple(x_TK.shape)}, weight "
-            f"{tuple(weight_NK.shape)}; gemm.forbid each cublaslt schedule"
+            f"{tuple(weight_NK.shape)}, though the probe drops such ones: report the device, or take rollout=stock "
+            "trainer=stock (as a library: gemm.forbid('cublaslt:0') and each other cublaslt schedule)"
         )
     offered[min(rank, len(offered) - 1)].run(x_TK, weight_NK, bias_N, out_TN)
