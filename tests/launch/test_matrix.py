@@ -331,7 +331,7 @@ def test_train_lists_what_a_matrix_would_run(tmp_path, monkeypatch):
     from verl_tim.cli import app
     from verl_tim.launch import start
 
-    monkeypatch.setattr(start, "make_ready", lambda config, folder_is_free: None)
+    monkeypatch.setattr(start, "make_ready", lambda config, **_: None)
     words = [
         "train",
         "recipe=cpu_grpo",

@@ -229,7 +229,7 @@ def test_the_command_takes_the_limits(tmp_path, monkeypatch):
     from verl_tim.cli import app
     from verl_tim.launch import start
 
-    monkeypatch.setattr(start, "make_ready", lambda config, folder_is_free: None)
+    monkeypatch.setattr(start, "make_ready", lambda config, **_: None)
     asked = {}
 
     def fake(matrix, configs, *, at_once, seconds, on_change):
@@ -434,7 +434,7 @@ def test_time_that_is_up_while_models_are_made_ends_that_too(tmp_path, monkeypat
 
     left_behind = []
 
-    def endless(config, folder_is_free):
+    def endless(config, **_):
         # however long composing took, the time is up now
         main = threading.main_thread().ident
         threading.Timer(0.2, signal.pthread_kill, (main, signal.SIGUSR2)).start()
@@ -463,7 +463,7 @@ def test_a_stop_while_models_are_made_is_an_interruption(tmp_path, monkeypatch, 
     from verl_tim.launch import start
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        monkeypatch.setattr(start, "make_ready", lambda config, folder_is_free: os.kill(os.getpid(), number))  # noqa: B023
+        monkeypatch.setattr(start, "make_ready", lambda config, **_: os.kill(os.getpid(), number))  # noqa: B023
         words = ["train", "recipe=cpu_grpo", "+matrix=paper", "tim.only=vexact", f"tim.run_dir={tmp_path}"]
         result = CliRunner().invoke(app, [*words, "--at-once", "2", "--json"])
         assert result.exit_code == 130, result.output

@@ -95,15 +95,12 @@ def refusals(rollout: Any) -> list[tuple[str, str]]:
     if get("qat.enable", False):
         found.append((f"{_PREFIX}.qat.enable", f"rollout {name} computes in bfloat16 or float32: set it to false"))
     fixed = {
-        "enable_chunked_prefill": (True, "cuts a prompt that does not fit its step, with the same log-probs"),
-        "cudagraph_capture_sizes": (None, "records sizes of its own, up to max_num_seqs (enforce_eager=true: none)"),
         "scheduling_policy": ("fcfs", "serves requests in the order in which they come"),
         "logprobs_mode": ("processed_logprobs", "returns log-probs at the sampling temperature, as the trainer's are"),
     }
     for key, (value, remedy) in fixed.items():
         if get(key, value) != value:
-            shown = "null" if value is None else str(value).lower()
-            found.append((f"{_PREFIX}.{key}={get(key)}", f"rollout {name} {remedy}: set it to {shown}"))
+            found.append((f"{_PREFIX}.{key}={get(key)}", f"rollout {name} {remedy}: set it to {value}"))
     if get("mtp.enable", False) and get("mtp.enable_rollout", False):
         found.append((f"{_PREFIX}.mtp.enable_rollout", f"rollout {name} has no speculative decoding: set it to false"))
     if get("disaggregation.enabled", False):
