@@ -178,7 +178,7 @@ def decoded(raw: bytes, nbytes: int) -> Bucket | str | None:
             return None
         if "error" in header:
             return str(header["error"])
-        return Bucket(int(header["number"]), [_entry(*fields, nbytes) for fields in header["entries"]])
+        return Bucket(int(header["number"]), [_entry(nbytes, *fields) for fields in header["entries"]])
     except (ValueError, TypeError, KeyError) as error:
         raise WeightStreamError(
             f"what arrived is no bucket of weights ({type(error).__name__}: {error}): the trainer and the rollout must "
@@ -186,7 +186,7 @@ def decoded(raw: bytes, nbytes: int) -> Bucket | str | None:
         ) from error
 
 
-def _entry(name: str, shape: list[int], dtype: str, start: int, size: int, offset: int, nbytes: int) -> Entry:
+def _entry(nbytes: int, name: str, shape: list[int], dtype: str, start: int, size: int, offset: int) -> Entry:
     kind = getattr(torch, dtype, None)
     if not isinstance(kind, torch.dtype):
         raise ValueError(f"{name} has dtype {dtype!r}")
