@@ -50,6 +50,28 @@ def test_a_model_that_was_made_elsewhere_keeps_its_weights():
     assert again.step() == []
 
 
+class BrokenDevice(DeferredDevice):
+    broken = False
+
+    def forget_captures(self) -> None:
+        if self.broken:
+            raise RuntimeError("CUDA error: device-side assert triggered")
+        super().forget_captures()
+
+
+def test_a_device_that_frees_nothing_more_is_raised_of_the_living_and_logged_of_the_dead(tmp_path, caplog):
+    folder = save("qwen3", tmp_path / "model")
+    config = EngineConfig(model_path=str(folder), dtype="float32", kv_cache_tokens=256)
+    alive, dead = (Engine(config, device=BrokenDevice()) for _ in range(2))
+    dead._failure = RuntimeError("CUDA error")
+    for engine in (alive, dead):
+        engine._graph_runner._device.broken = True
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        alive.close()
+    dead.close()
+    assert "a dead engine could not give its memory back" in caplog.text
+
+
 def test_what_killed_the_engine_is_still_named_when_it_is_closed():
     class Broken(FakeModel):
         def forward(self, *args, **kwargs):

@@ -577,18 +577,28 @@ class Engine:
         if self._closed:
             return
         self._closed = True
+        died = self._failure is not None
         try:
-            if self._failure is None:
+            if not died:
                 self._settle()
         finally:
             if self._failure is None:
                 self._failure = EngineDeadError("the engine was closed")
-            self._runner.release_kv_cache()
-            if self._owns_model:
-                self._model.release_weights()
-                if self._graph_runner is not None:
-                    self._graph_runner.forget_graphs()  # hands the device what the weights have left free
             self._no_weights = "the engine was closed"
+            try:
+                self._give_back()
+            except Exception:
+                if not died:
+                    raise
+                # what killed the engine may have been the device, which then frees nothing for this process
+                logger.warning("a dead engine could not give its memory back", exc_info=True)
+
+    def _give_back(self) -> None:
+        self._runner.release_kv_cache()
+        if self._owns_model:
+            self._model.release_weights()
+            if self._graph_runner is not None:
+                self._graph_runner.forget_graphs()  # hands the device what the weights have left free
 
     def audit(self) -> None:
         """Check all accounting; an AssertionError names the rule that is broken."""
