@@ -334,7 +334,7 @@ async def test_describe_fits_the_manifest(server):
         "float32",
     )
     assert facts.contract_id
-    assert facts.prefix_cache is False
+    assert facts.prefix_cache is True  # verl's default
 
 
 async def test_a_server_says_what_holds_in_its_process(server, monkeypatch):

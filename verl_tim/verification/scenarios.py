@@ -14,6 +14,7 @@ from torch import Tensor
 from verl_tim.diagnosis.gate import Rung, ScenarioResult
 from verl_tim.engine.core import RequestOutput
 from verl_tim.engine.engine import Engine
+from verl_tim.engine.errors import EngineStateError
 from verl_tim.engine.graphs import bucket_sizes
 from verl_tim.verification.cause import name_cause
 from verl_tim.verification.subject import Prompt, Subject, UpdateError, compare, padded
@@ -42,7 +43,8 @@ def ladder(subject: Subject) -> list[Rung]:
 def bound(scenario: Callable[[Subject], ScenarioResult], subject: Subject) -> tuple[str, Callable[[], ScenarioResult]]:
     """A scenario as a rung takes it: its title (its docstring up to the first colon or stop), and a call that times it.
 
-    A trainer that cannot update fails the scenario. Its engines end with it.
+    A trainer that cannot update fails the scenario, and so does an engine that lacks weights or KV where it should have
+    them. Its engines end with it.
     """
     title = (scenario.__doc__ or scenario.__name__).split(".")[0].split(":")[0]
 
@@ -50,7 +52,7 @@ def bound(scenario: Callable[[Subject], ScenarioResult], subject: Subject) -> tu
         began = time.perf_counter()
         try:
             result = scenario(subject)
-        except UpdateError as error:
+        except (UpdateError, EngineStateError) as error:
             result = ScenarioResult(title, error=str(error))
         finally:
             subject.close_engines()
