@@ -28,6 +28,7 @@ from verl_tim.evidence.runs import EvidenceError, found_in
 from verl_tim.evidence.used import thinned
 from verl_tim.launch.record import RECORD, read_record, write_record
 from verl_tim.launch.restarts import ATTEMPTS
+from verl_tim.tasks.file_set import replace_files
 
 STEM = "evidence"
 MIB = 1 << 20
@@ -114,7 +115,7 @@ def pack(
         ended = {name: words for name, words in done.items() if name in set(map(str, members))}
         contents[f"{STEM}-{number}.tar.xz"] = b"".join([*(runs[name].stream(steps) for name in members), _end(ended)])
     return Packed(
-        files=_replaced(out, contents),
+        files=replace_files(out, contents.items(), f"{STEM}-*.tar.xz"),
         runs=tuple(map(str, chosen)),
         dump_steps={str(name): len(run.kept(steps)) for name, run in runs.items()},
     )
@@ -233,22 +234,6 @@ def _placed(sizes: Mapping[RunName, int], room: int, files: int) -> list[list[Ru
         else:
             return None
     return [members for _, members in bins]
-
-
-def _replaced(out: Path, contents: Mapping[str, bytes]) -> tuple[Path, ...]:
-    """Write the archives of a folder; those of an earlier call go when all of these are written."""
-    out.mkdir(parents=True, exist_ok=True)
-    written = {name: out / f".{name}.part" for name in contents}
-    try:
-        for name, path in written.items():
-            path.write_bytes(contents[name])
-    except OSError:
-        for path in written.values():
-            path.unlink(missing_ok=True)
-        raise
-    for stale in out.glob(f"{STEM}-*.tar.xz"):
-        stale.unlink()
-    return tuple(path.replace(out / name) for name, path in written.items())
 
 
 def _read(archive: Path) -> tuple[dict[str, dict[str, bytes]], dict[str, list[str]]]:

@@ -17,6 +17,7 @@
 | sampling.py, measure.py | what a small model scores, and what its distributions look like |
 | base_model.py | `build_base_model`: tokenizer, shape and supervised phase in a Hugging Face folder |
 | artifact.py | folders made once, found by content key, published atomically |
+| file_set.py | files of a folder that belong together, exchanged as one |
 | parts.py | a made model as parts of a limited size, and back into a cache |
 | checks.py | `check_dataset`: a data file against what verl reads of a row |
 | errors.py | `InputError` |

@@ -23,6 +23,7 @@ from typing import Any
 from verl_tim.tasks.artifact import DEFAULT_CACHE_DIR, cached_folder, content_key, file_sha256, make_once, read_card
 from verl_tim.tasks.base_model import CARD
 from verl_tim.tasks.errors import InputError
+from verl_tim.tasks.file_set import replace_files
 
 MIB = 1 << 20
 _MODELS = "models"
@@ -96,22 +97,15 @@ def pack_model(folder: Path, out: Path, *, mib: float = 15.0) -> tuple[Path, ...
     whole = _archive(folder, [*card["files"], CARD])
     digest, count = hashlib.sha256(whole).hexdigest(), math.ceil(len(whole) / room)
     digits = max(2, len(str(count)))
-    out.mkdir(parents=True, exist_ok=True)
-    written: dict[str, Path] = {}
-    try:
+
+    def numbered() -> Iterator[tuple[str, bytes]]:
         for number in range(1, count + 1):
             content = whole[(number - 1) * room : number * room]
             head = Part(folder.name, digest, len(whole), number, count, hashlib.sha256(content).hexdigest())
             name = f"{folder.name}.{number:0{digits}d}-of-{count:0{digits}d}.part"
-            written[name] = out / f".{name}"
-            written[name].write_bytes(_MAGIC + json.dumps(asdict(head)).encode() + b"\n" + content)
-    except OSError:
-        for path in written.values():
-            path.unlink(missing_ok=True)
-        raise
-    for stale in out.glob(f"{folder.name}.*-of-*.part"):
-        stale.unlink()
-    return tuple(path.replace(out / name) for name, path in written.items())
+            yield name, _MAGIC + json.dumps(asdict(head)).encode() + b"\n" + content
+
+    return replace_files(out, numbered(), f"{folder.name}.*-of-*.part")
 
 
 def unpack_models(paths: Sequence[Path], cache_dir: str | os.PathLike[str] | None = None) -> Unpacked:
