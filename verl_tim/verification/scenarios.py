@@ -17,7 +17,7 @@ from verl_tim.engine.engine import Engine
 from verl_tim.engine.errors import EngineStateError
 from verl_tim.engine.graphs import bucket_sizes
 from verl_tim.verification.cause import name_cause
-from verl_tim.verification.subject import Prompt, Subject, UpdateError, compare, padded
+from verl_tim.verification.subject import Prompt, Subject, UpdateError, compare, padded, run_out
 
 Drawn = list[tuple[Prompt, RequestOutput]]
 
@@ -246,10 +246,7 @@ def asleep_and_awake(subject: Subject) -> ScenarioResult:
     engine.release_weights()
     engine.update_weights(subject.trainer.weights(), subject.weight_version)
     engine.resume_kv_cache()
-    outputs = {output.request_id: output for output in engine.drain()}
-    while engine.has_work():
-        outputs |= {output.request_id: output for output in engine.step()}
-    engine.audit()
+    outputs = {output.request_id: output for output in engine.drain()} | run_out(engine)
     drawn = [(prompt, outputs[prompt.request_id]) for prompt in prompts]
     counts = {"tokens before": before, "tokens after": engine.stats().drawn_tokens - before}
     return _judge(subject, engine, "asleep and awake", drawn, counts=counts, required=tuple(counts))
@@ -272,10 +269,7 @@ def update_in_flight(subject: Subject) -> ScenarioResult:
     so_far = [(prompt, halves[prompt.request_id]) for prompt in prompts]
     old_rows = subject.score(so_far)
     engine.update_weights(subject.update(so_far), subject.weight_version)
-    outputs: dict[str, RequestOutput] = {}
-    while engine.has_work():
-        for output in engine.step():
-            outputs[output.request_id] = output
+    outputs = run_out(engine)
     drawn = [(prompt, outputs[prompt.request_id]) for prompt in prompts]
     new_rows = subject.score(drawn)
     merged = []

@@ -174,11 +174,7 @@ class Subject:
         """Run the prompts to their end in one engine, in the order given."""
         for prompt in prompts:
             engine.add(prompt.request_id, prompt.token_P, prompt.params)
-        outputs: dict[str, RequestOutput] = {}
-        while engine.has_work():
-            for output in engine.step():
-                outputs[output.request_id] = output
-        engine.audit()
+        outputs = run_out(engine)
         return [(prompt, outputs[prompt.request_id]) for prompt in prompts]
 
     def spread(self) -> dict[str, float]:
@@ -209,6 +205,15 @@ class Subject:
             rows = self.trainer.log_probs([p.answered(o) for p, o in part], temperature=temperature, **layout)
             scored.update({prompt.request_id: row for (prompt, _), row in zip(part, rows, strict=True)})
         return [scored[prompt.request_id] for prompt, _ in drawn]
+
+
+def run_out(engine: Engine) -> dict[str, RequestOutput]:
+    """Step until nothing is left, and check the engine's accounts; what ended meanwhile, by request."""
+    outputs: dict[str, RequestOutput] = {}
+    while engine.has_work():
+        outputs |= {output.request_id: output for output in engine.step()}
+    engine.audit()
+    return outputs
 
 
 def trainer_temperature(prompt: Prompt) -> float:
