@@ -80,6 +80,8 @@ model models.moe.make moe qwen3-30b-a3b --layers 2
 part models.moe 400 "$PY" -m verl_tim.cli verify "$WORK/moe"
 model models.qwen2.make qwen2 qwen2.5-0.5b --layers 4
 part models.qwen2 400 "$PY" -m verl_tim.cli verify "$WORK/qwen2"
+# FlashAttention 3 as the contract's attention, of both sides.
+part models.fa3 400 "$PY" -m verl_tim.cli verify "$WORK/dense" "$WORK/moe" --attention fa3
 model models.llama.make llama llama-3.2-1b --layers 4
 part models.llama 400 "$PY" -m verl_tim.cli verify "$WORK/llama"
 # Answers longer than a few chunks of keys, up to the paper's, and all layers.
@@ -112,6 +114,8 @@ gpu_run() {
     done
     return 0
 }
+gpu_run models.fa3.run recipe=cpu_grpo rollout=vexact model=hf "actor_rollout_ref.model.path=$WORK/dense" \
+    actor_rollout_ref.model.fused_kernel_options.attention=fa3
 gpu_run runs.dense recipe=cpu_grpo rollout=vexact
 gpu_run runs.moe recipe=cpu_moe_grpo rollout=vexact
 gpu_run runs.reinforce recipe=cpu_reinforce rollout=vexact

@@ -62,9 +62,7 @@ def test_a_contract_that_this_machine_has_not_fails_with_the_reason(model):
         ("--ops --layers", "give one of them"),
         ("--ops --ladder", "give one of them"),
         ("--ops --dump x.npz", "--dump: goes with --ladder or --layers, not with --ops -> leave it out"),
-        ("--attention chunk64", "--attention: goes with --ops, not with the gate"),
         ("--trainer contract", "--trainer: goes with --layers, not with the gate"),
-        ("--layers --attention auto", "--attention: goes with --ops, not with --layers"),
         ("--ladder --out x", "--out: goes with --layers, not with --ladder"),
     ],
 )

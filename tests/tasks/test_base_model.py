@@ -7,6 +7,7 @@ from itertools import islice
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -217,6 +218,20 @@ def test_the_device_is_part_of_what_a_model_is(monkeypatch):
     assert base_model_spec("qwen3", shape=SMALL, device="auto") == {**here, "device": "cuda"}
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_saved_weights_may_be_rounded_to_half_the_bytes(kind, tmp_path):
+    whole, half = make(kind, tmp_path / "whole"), make(kind, tmp_path / "half", dtype="bfloat16")
+    weights = {folder: load_file(folder / "model.safetensors") for folder in (whole, half)}
+    assert weights[whole].keys() == weights[half].keys()
+    for name, tensor in weights[whole].items():
+        assert torch.equal(weights[half][name], tensor.bfloat16())
+    cards = {folder: json.loads((folder / "model.json").read_text()) for folder in (whole, half)}
+    assert cards[half]["spec"] == {**cards[whole]["spec"], "dtype": "bfloat16"}
+    assert "dtype" not in cards[whole]["spec"], "what was made before it could be chosen keeps its key"
+    assert cards[half]["before_rl"] == cards[whole]["before_rl"], "the scores are bf16's"
+    assert json.loads((half / "config.json").read_text())["dtype"] == "bfloat16"
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 def test_on_a_gpu_equal_settings_give_equal_bytes(kind, tmp_path):
@@ -235,6 +250,7 @@ def test_on_a_gpu_equal_settings_give_equal_bytes(kind, tmp_path):
         ({"task": "products"}, InputError, "warmed up on chain_sum, not on products"),
         ({"task": "sudoku2"}, InputError, "known tasks"),
         ({"seed": -1}, InputError, "seed: must be"),
+        ({"dtype": "float16"}, InputError, "unknown dtype 'float16'; known dtypes: float32, bfloat16"),
         ({"shape": {"layers": 3}}, InputError, "shape: qwen3 has no layers; it has "),
         ({"shape": {"vocab_size": 128}}, InputError, "vocab_size is the tokenizer's"),
         ({"warmup": {"speed": 3}}, InputError, "unknown setting speed; known settings: batch_size"),

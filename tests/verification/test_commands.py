@@ -150,6 +150,24 @@ def test_a_place_of_layers_that_is_taken_is_named(random_models, tmp_path, taken
     assert "--out: cannot write" in result.stderr
 
 
+def test_the_attention_contract_of_a_run_is_verified(random_models, tmp_path):
+    def run_with(attention):
+        folder = tmp_path / attention
+        folder.mkdir()
+        model = {"path": str(random_models["qwen3"]), "fused_kernel_options": {"attention": attention}}
+        sides = {"model": model, "rollout": {"name": "vexact", "dtype": "float32"}}
+        (folder / "config.yaml").write_text(json.dumps({"actor_rollout_ref": sides, "data": {"train_files": None}}))
+        return str(folder)
+
+    words = ["--requests", "4", "--tokens", "4"]
+    refused = bare(run_with("fa3"), *words)
+    assert refused.exit_code == 2, refused.output
+    assert "it needs a GPU" in " ".join(refused.stderr.split())
+    assert "give --attention chunk64" in " ".join(refused.stderr.split())
+    assert bare(str(tmp_path / "fa3"), *words, "--attention", "chunk64").exit_code == 0
+    assert bare(run_with("chunk64"), *words).exit_code == 0
+
+
 def test_bad_input_is_named(random_models, tmp_path):
     model = random_models["qwen3"]
     np.savez(tmp_path / "empty.npz", tokens=np.zeros(3))
@@ -158,7 +176,8 @@ def test_bad_input_is_named(random_models, tmp_path):
         (["--ladder", "--ops"], "give one of them"),
         ([model, "--dump", "x.npz"], "goes with --ladder or --layers, not with the gate"),
         ([model, "--trainer", "stock"], "goes with --layers, not with the gate"),
-        ([model, "--attention", "chunk64"], "goes with --ops, not with the gate"),
+        ([model, "--attention", "chunk32"], "--attention: "),
+        ([model, "--layers", "--attention", "chunk32"], "use auto, chunk64, fa3"),
         ([model, "--ops"], "goes with --ladder or --layers or the gate, not with --ops"),
         (["--layers", "--dump", "x.npz"], "a dump is of one model"),
         ([model, "--ladder", "--dump", "x.npz", "--requests", "9"], "not with --ladder --dump"),

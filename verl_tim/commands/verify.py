@@ -6,7 +6,7 @@ import contextlib
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -35,14 +35,14 @@ PROMPTS_PER_FILE = 256
 
 REQUESTS, LAYER_SEQUENCES = 24, 8
 
-_OF_SIDES = frozenset({"rollout", "dtype", "requests", "tokens", "seed", "plant"})
+_OF_SIDES = frozenset({"rollout", "dtype", "attention", "requests", "tokens", "seed", "plant"})
 OF_FILE = " --dump"
 TAKES: Mapping[str, frozenset[str]] = {
     "--ops": frozenset({"attention"}),
     "--ladder": _OF_SIDES | {"dump"},
-    f"--ladder{OF_FILE}": frozenset({"dtype", "dump"}),
+    f"--ladder{OF_FILE}": frozenset({"dtype", "attention", "dump"}),
     "--layers": _OF_SIDES | {"dump", "trainer", "out"},
-    f"--layers{OF_FILE}": frozenset({"dtype", "dump", "requests", "trainer", "out"}),
+    f"--layers{OF_FILE}": frozenset({"dtype", "attention", "dump", "requests", "trainer", "out"}),
     "the gate": _OF_SIDES | {"tensor_parallel", "pipeline_parallel"},
 }
 """What is verified -> the parameters of `command` that it reads, beside what is verified and --json."""
@@ -50,13 +50,14 @@ TAKES: Mapping[str, frozenset[str]] = {
 
 @dataclass(frozen=True)
 class Target:
-    """One model to verify: a folder, a label, and what the rollout of it is."""
+    """One model to verify: a folder, a label, what the rollout of it is, and the attention contract of both sides."""
 
     label: str
     model_path: str
     rollout: str
     dtypes: tuple[str, ...]
     prompt_files: tuple[str, ...] = ()
+    attention: str = "auto"
 
 
 def command(
@@ -137,8 +138,9 @@ def command(
         ),
     ] = False,
     attention: Annotated[
-        str, typer.Option(help="With --ops: the attention contract: auto (chunk64), chunk64 or fa3.")
-    ] = "auto",
+        str | None,
+        typer.Option(help="The attention contract: auto (chunk64), chunk64 or fa3; default: the run's, else auto."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON instead of tables.")] = False,
 ) -> None:
     """Verify."""
@@ -152,13 +154,13 @@ def command(
             check_split(plant=plant, rollout=rollout)
     requests = requests or (LAYER_SEQUENCES if layers else REQUESTS)
     if ops:
-        _verify_ops(subjects or [], attention, as_json)
+        _verify_ops(subjects or [], attention or "auto", as_json)
         return
     if ladder or layers:
         from verl_tim.commands import verify_sides
 
         options = verify_sides.Options(
-            subjects or [], rollout, trainer, dtype, requests, tokens, seed, dump=dump, plant=plant
+            subjects or [], rollout, trainer, dtype, requests, tokens, seed, dump=dump, plant=plant, attention=attention
         )
         with bad_input():
             code = (
@@ -170,7 +172,7 @@ def command(
             raise typer.Exit(code)
         return
     with tempfile.TemporaryDirectory(prefix="verl-tim-verify-") as work, bad_input():
-        targets = resolve(subjects or [], rollout=rollout, dtypes=dtype, work=Path(work))
+        targets = resolve(subjects or [], rollout=rollout, dtypes=dtype, attention=attention, work=Path(work))
         from verl_tim.verification.faults import FAULTS
 
         fault = planted(plant, FAULTS)
@@ -262,14 +264,22 @@ def _verify_ops(subjects: list[str], attention: str, as_json: bool) -> None:
 
 
 def resolve(
-    subjects: list[str], *, rollout: str | None, dtypes: list[str] | None, work: Path, from_file: bool = False
+    subjects: list[str],
+    *,
+    rollout: str | None,
+    dtypes: list[str] | None,
+    work: Path,
+    attention: str | None = None,
+    from_file: bool = False,
 ) -> list[Target]:
     """What to verify.
 
     Args:
+        attention: in place of a run's own attention contract.
         from_file: a dump stands for the rollout, so that a run's own may be one that cannot be started here.
 
-    Raises LaunchError for a subject that is neither a run nor a model, and for unknown option values.
+    Raises LaunchError for a subject that is neither a run nor a model, for unknown option values, and for an attention
+    contract that cannot serve a subject on this machine.
     """
     from verl_tim.launch.errors import LaunchError
 
@@ -286,11 +296,33 @@ def resolve(
 
         with quiet_libraries():
             folders = {kind: str(make_random_model(kind, work / kind)) for kind in KINDS}
-        return [
+        targets = [
             Target(f"random {kind}", folder, rollout or "vexact", chosen or default_dtypes())
             for kind, folder in folders.items()
         ]
-    return [_subject(subject, rollout, chosen, from_file) for subject in subjects]
+    else:
+        targets = [_subject(subject, rollout, chosen, from_file) for subject in subjects]
+    if attention is not None:
+        targets = [replace(target, attention=attention) for target in targets]
+    for target in targets:
+        _check_attention(target)
+    return targets
+
+
+def _check_attention(target: Target) -> None:
+    """Raise LaunchError for an attention contract that is unknown, or that this machine cannot serve."""
+    import torch
+
+    from verl_tim.launch.errors import LaunchError
+    from verl_tim.models import load_model_config
+    from verl_tim.numerics.attention import resolve_attention
+    from verl_tim.numerics.contract import ContractError
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        resolve_attention(target.attention, device, load_model_config(target.model_path).head_dim)
+    except ContractError as error:
+        raise LaunchError.of("--attention", f"{target.label}: {error}", "give --attention chunk64") from error
 
 
 def default_dtypes() -> tuple[str, ...]:
@@ -330,6 +362,7 @@ def _run_target(folder: Path, rollout: str | None, dtypes: tuple[str, ...] | Non
 
     from verl_tim.diagnosis.run_folder import RunFolder, RunFolderError
     from verl_tim.launch.errors import LaunchError
+    from verl_tim.training.config import ATTENTION_KEY
 
     try:
         config = OmegaConf.create(RunFolder(folder).config() or {})
@@ -355,7 +388,8 @@ def _run_target(folder: Path, rollout: str | None, dtypes: tuple[str, ...] | Non
     files = [files] if isinstance(files, str) else list(files)
     # of a dump nothing is started, but the trainer's side is made beside a rollout of some name
     name = name if name in ROLLOUTS else "vexact"
-    return Target(str(folder), str(path), name, dtypes or (run_dtype,), tuple(str(file) for file in files))
+    attention = str(OmegaConf.select(config, ATTENTION_KEY) or "auto")
+    return Target(str(folder), str(path), name, dtypes or (run_dtype,), tuple(str(file) for file in files), attention)
 
 
 def planted(name: str | None, known: Mapping[str, Fault]) -> contextlib.AbstractContextManager[None]:
@@ -400,6 +434,7 @@ def climb_target(
             subject = Subject(
                 target.model_path,
                 dtype=dtype,
+                attention=target.attention,
                 rollout=target.rollout,
                 requests=requests,
                 response_tokens=tokens,

@@ -36,6 +36,7 @@ class Options:
     seed: int
     dump: Path | None = None
     plant: str | None = None
+    attention: str | None = None
 
 
 # -------------------------------------------------------------------------------------------------------------- ladder
@@ -79,7 +80,9 @@ def _print_ladder(result: LadderResult, title: str) -> None:
 
 def _ladder_targets(options: Options, work: Path) -> tuple[list[Target], dict[str, Target]]:
     """What to climb with, and the random model of each kind for the rungs that a subject cannot stand for."""
-    others = {target.label.removeprefix("random "): target for target in _resolved(options, [], work)}
+    # beside a subject they keep the contract of attention that serves any head size
+    chosen = replace(options, attention=None) if options.subjects else options
+    others = {target.label.removeprefix("random "): target for target in _resolved(chosen, [], work)}
     if options.subjects:
         return _resolved(options, options.subjects, work), others
     return [others["qwen3"]], others
@@ -87,7 +90,14 @@ def _ladder_targets(options: Options, work: Path) -> tuple[list[Target], dict[st
 
 def _resolved(options: Options, subjects: list[str], work: Path) -> list[Target]:
     from_file = options.dump is not None
-    targets = resolve(subjects, rollout=options.rollout, dtypes=options.dtypes, work=work, from_file=from_file)
+    targets = resolve(
+        subjects,
+        rollout=options.rollout,
+        dtypes=options.dtypes,
+        attention=options.attention,
+        work=work,
+        from_file=from_file,
+    )
     if options.dump is None or options.dtypes:
         return targets
     # what is in a file was computed once, so in one dtype; in another one the trainer would differ from anything
@@ -118,6 +128,7 @@ def _subject(target: Target, dtype: str, options: Options) -> Subject:
     return Subject(
         target.model_path,
         dtype=dtype,
+        attention=target.attention,
         rollout=target.rollout,
         trainer_numerics=options.trainer,
         requests=options.requests,

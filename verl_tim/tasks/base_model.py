@@ -27,6 +27,7 @@ from verl_tim.tasks.warmup import WarmupConfig, answer_room, warm_up
 from verl_tim.tasks.worked import check_has_worked_solutions
 
 CARD = "model.json"
+DTYPES = ("float32", "bfloat16")
 FORMAT = 1  # part of the content key: raise it when the same settings shall give other weights
 
 # Sums over a matrix product's inner dimension depend on how it is split over threads; a fixed number makes the
@@ -46,16 +47,17 @@ def build_base_model(
     shape: Mapping[str, Any] | None = None,
     warmup: Mapping[str, Any] | None = None,
     device: str = "cpu",
+    dtype: str = "float32",
     cache_dir: str | os.PathLike[str] | None = None,
     overwrite: bool = False,
     progress: bool = True,
 ) -> Path:
     """Make, or find again, a small model that can solve the task's problems and seldom does (see `warmup`).
 
-    The folder is a Hugging Face one (config, fp32 safetensors, generation config, fast tokenizer with chat template)
-    with `model.json` beside: how the model was made and how it scores before RL. Weights are fp32, the master
-    weights that verl's trainer loads; a bf16 engine rounds them on load, just as the trainer's bf16 compute does.
-    The scores are measured in bf16.
+    The folder is a Hugging Face one (config, safetensors, generation config, fast tokenizer with chat template)
+    with `model.json` beside: how the model was made and how it scores before RL. By default weights are fp32, the
+    master weights that verl's trainer loads; a bf16 engine rounds them on load, just as the trainer's bf16 compute
+    does. The scores are measured in bf16.
 
     Args:
         kind: `qwen3` or `qwen3_moe`.
@@ -66,6 +68,7 @@ def build_base_model(
         warmup: settings over the defaults of `WarmupConfig`.
         device: `cpu`, `cuda`, or `auto` for a GPU where there is one. Weights of one kind of device are not those of
             another: each has a content key of its own.
+        dtype: of the saved weights: `float32`, or `bfloat16` as published models are, which halves the folder.
         cache_dir: `tim.cache_dir`; by default ~/.cache/verl_tim.
         overwrite: replace an `out_dir` made from other settings.
         progress: show a progress bar.
@@ -77,7 +80,9 @@ def build_base_model(
             can do).
     """
     row = get_task(task)
-    spec = base_model_spec(kind, task=task, seed=seed, difficulty=difficulty, shape=shape, warmup=warmup, device=device)
+    spec = base_model_spec(
+        kind, task=task, seed=seed, difficulty=difficulty, shape=shape, warmup=warmup, device=device, dtype=dtype
+    )
     config = WarmupConfig(**spec["warmup"])
     folder = Path(out_dir) if out_dir is not None else cached_folder("models", f"{kind}-{row.name}", spec, cache_dir)
     return make_once(
@@ -94,6 +99,7 @@ def base_model_spec(
     shape: Mapping[str, Any] | None = None,
     warmup: Mapping[str, Any] | None = None,
     device: str = "cpu",
+    dtype: str = "float32",
 ) -> dict[str, Any]:
     """What a model is a function of, checked; makes nothing. Arguments and errors as of `build_base_model`."""
     if task in PUBLISHED:
@@ -105,6 +111,8 @@ def base_model_spec(
     check_has_worked_solutions(row)
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
         raise InputError(f"seed: must be an integer of at least 0, got {seed!r}")
+    if dtype not in DTYPES:
+        raise InputError(f"dtype: unknown dtype {dtype!r}; known dtypes: {', '.join(DTYPES)}")
     made_on = _resolve_device(device)
     return {
         "format": FORMAT,
@@ -116,8 +124,9 @@ def base_model_spec(
         "tokenizer": tokenizer_spec(),
         "seed": seed,
         "versions": {name: version(name) for name in ("reasoning-gym", "tokenizers", "torch", "transformers")},
-        # absent for a CPU, so that what was made there keeps its key
+        # absent for what was made before they could be chosen, so that it keeps its key
         **({"device": made_on} if made_on != "cpu" else {}),
+        **({"dtype": dtype} if dtype != "float32" else {}),
     }
 
 
@@ -171,6 +180,7 @@ def _build(work: Path, task: Task, spec: Mapping[str, Any], config: WarmupConfig
         before_rl |= logit_statistics(model, tokenizer, train, seed=seed, max_tokens=room)
         router = router_statistics(model, tokenizer, train)
     with _quiet_transformers():
+        model.to(getattr(torch, spec.get("dtype", "float32")))
         model.cpu().save_pretrained(work)
         tokenizer.save_pretrained(work)
     return {

@@ -51,6 +51,7 @@ class InProcessTrainer:
         model_path: folder of a Hugging Face model.
         dtype: compute dtype, "bfloat16" or "float32"; the master weights are fp32 as in a run.
         numerics: "contract", or "stock" for verl's own path.
+        attention: the contract's attention (`numerics.attention.resolve_attention`).
         gradient_checkpointing, activation_offload: verl's `model.enable_*` of the same names; the second needs a GPU.
         lr: AdamW's learning rate.
 
@@ -63,6 +64,7 @@ class InProcessTrainer:
         *,
         dtype: str = "bfloat16",
         numerics: str = "contract",
+        attention: str = "auto",
         gradient_checkpointing: bool = False,
         activation_offload: bool = False,
         lr: float = 1e-3,
@@ -80,7 +82,9 @@ class InProcessTrainer:
             external_lib="verl_tim.training.external",
             use_remove_padding=True,
             use_fused_kernels=contract,
-            fused_kernel_options={"impl_backend": CONTRACT_BACKEND if contract else "torch"},
+            fused_kernel_options={"impl_backend": CONTRACT_BACKEND, "attention": attention}
+            if contract
+            else {"impl_backend": "torch"},
             enable_gradient_checkpointing=gradient_checkpointing,
             enable_activation_offload=activation_offload,
             override_config={"attn_implementation": "sdpa"},

@@ -48,6 +48,7 @@ class Subject:
     Args:
         model_path: folder of a Hugging Face model.
         dtype: compute dtype of both sides.
+        attention: attention contract of both sides (`numerics.attention.resolve_attention`).
         rollout: "vexact" (contract numerics) or "stock".
         trainer_numerics: "contract", or "stock" for verl's own forward.
         requests: requests per scenario.
@@ -62,6 +63,7 @@ class Subject:
 
     model_path: str
     dtype: str = "bfloat16"
+    attention: str = "auto"
     rollout: str = "vexact"
     trainer_numerics: str = "contract"
     requests: int = 24
@@ -79,7 +81,11 @@ class Subject:
         check_split(self.model_path, self.tensor_parallel, self.pipeline_parallel)
         width = load_model_config(self.model_path).hidden_size
         self.trainer = InProcessTrainer(
-            self.model_path, dtype=self.dtype, numerics=self.trainer_numerics, lr=_LR * min(1.0, _LR_WIDTH / width)
+            self.model_path,
+            dtype=self.dtype,
+            numerics=self.trainer_numerics,
+            attention=self.attention,
+            lr=_LR * min(1.0, _LR_WIDTH / width),
         )
         probe = self.whole_engine()
         self.max_model_len, self.vocab_size = probe.max_model_len, probe.vocab_size
@@ -102,6 +108,7 @@ class Subject:
             "dtype": self.dtype,
             "device": "cuda" if torch.cuda.is_available() else "cpu",  # where verl puts the trainer
             "numerics": "contract" if self.rollout == "vexact" else "stock",
+            "attention": self.attention,
             "kv_cache_tokens": 65536,
             "seed": self.seed,
             "tensor_parallel_size": self.tensor_parallel,
