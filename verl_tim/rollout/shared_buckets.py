@@ -66,19 +66,30 @@ async def pack_shared(
     *,
     share: Callable[[torch.Tensor], tuple[Any, ...]] = share,
 ) -> AsyncIterator[Bucket]:
-    """As `weights.pack`, into two device buffers in turn.
+    """As `weights.pack`, into two device buffers in turn; into one where all fits there.
 
     A yielded bucket's buffer is filled again when the bucket after the next is asked for.
     """
     from verl.workers.rollout.utils import ensure_async_iterator
 
-    buffers = [torch.empty(bucket_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
-    shared = [SharedBuffer(turn, share(buffer)) for turn, buffer in enumerate(buffers)]
+    buffers: list[torch.Tensor] = []
+    shared: list[SharedBuffer] = []
+
+    def buffer(number: int) -> torch.Tensor:
+        turn = number % 2
+        if turn == len(buffers):
+            buffers.append(torch.empty(bucket_bytes, dtype=torch.uint8, device=device))
+        return buffers[turn]
 
     def close(number: int, entries: list[Entry]) -> Bucket:
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()  # what another process reads must be there
-        return Bucket(number, entries, shared=shared[number % 2])
+        turn = number % 2
+        if turn == len(shared):
+            # Only with the first bucket that is in it: torch keeps a shared buffer until a receiver that has opened
+            # it lets go, so one that no bucket names would stay for ever.
+            shared.append(SharedBuffer(turn, share(buffer(number))))
+        return Bucket(number, entries, shared=shared[turn])
 
     number, used, entries = 0, 0, list[Entry]()
     async for name, tensor in ensure_async_iterator(weights):
@@ -86,13 +97,13 @@ async def pack_shared(
         if tensor.is_floating_point() and tensor.dtype != dtype:
             tensor = tensor.to(dtype)
         shape, kind = tuple(tensor.shape), tensor.dtype
-        raw = tensor.contiguous().view(-1).view(torch.uint8) if tensor.numel() else buffers[0][:0]
+        raw = tensor.contiguous().view(-1).view(torch.uint8) if tensor.numel() else buffer(number)[:0]
         offset = 0
         while True:
             start = aligned(used)
             take = min(len(raw) - offset, bucket_bytes - start)
             if take > 0 or len(raw) == 0:
-                buffers[number % 2][start : start + max(take, 0)].copy_(raw[offset : offset + max(take, 0)])
+                buffer(number)[start : start + max(take, 0)].copy_(raw[offset : offset + max(take, 0)])
                 entries.append(Entry(name, shape, kind, start if take > 0 else used, max(take, 0), offset))
                 used, offset = (start + take, offset + take) if take > 0 else (used, offset)
             if offset == len(raw):
