@@ -11,7 +11,7 @@ def share_file(prefix: Path, buffer: torch.Tensor) -> tuple[str, int]:
     """Move a sender's buffer into a file; its handle."""
     path = next(path for n in range(99) if not (path := prefix.with_name(f"{prefix.name}.{n}")).exists())
     size = buffer.numel()
-    buffer.set_(torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8))
+    buffer.set_(torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8).copy_(buffer))
     return str(path), size
 
 
