@@ -86,8 +86,8 @@ model models.llama.make llama llama-3.2-1b --layers 4
 part models.llama 400 "$PY" -m verl_tim.cli verify "$WORK/llama"
 # Answers longer than a few chunks of keys, up to the paper's, and all layers.
 part long 400 "$PY" -m verl_tim.cli verify "$WORK/dense" --requests 4 --tokens 8192
-part long.moe 400 "$PY" -m verl_tim.cli verify "$WORK/moe" --requests 4 --tokens 8192
-part long.most 600 "$PY" -m verl_tim.cli verify "$WORK/dense" --requests 2 --tokens 20480
+part long.moe 500 "$PY" -m verl_tim.cli verify "$WORK/moe" --requests 4 --tokens 8192
+part long.most 900 "$PY" -m verl_tim.cli verify "$WORK/dense" --requests 4 --tokens 20480
 model whole.make whole qwen3-1.7b
 part whole 400 "$PY" -m verl_tim.cli verify "$WORK/whole"
 part models.memory 300 "$PY" -m pytest -q -m gpu tests/training/test_memory_savers_gpu.py

@@ -17,6 +17,54 @@ pytestmark = pytest.mark.gpu
 BUCKET = 8 << 20  # bytes: the embedding is spread over many, most layers share one
 
 
+def _small_sender(pipe) -> None:
+    """The process of a trainer whose weights fit one bucket; tells what it holds of the device after each update."""
+    device = torch.device("cuda", 0)
+
+    async def deliver(bucket):
+        pipe.send(bucket)
+        assert await asyncio.to_thread(pipe.recv) == "done"
+
+    def packing(weights, nbytes, dtype):
+        return pack_shared(weights, nbytes, dtype, device)
+
+    for number in range(3):
+        stream = iter([("w", torch.full((1 << 20,), float(number), device=device))])
+        asyncio.run(send(stream, bucket_bytes=BUCKET, dtype=torch.bfloat16, deliver=deliver, packing=packing))
+        pipe.send("sent")
+        pipe.recv()  # the receiver has let go
+        torch.cuda.ipc_collect()
+        pipe.send(torch.cuda.memory_allocated())
+
+
+def test_no_update_leaves_memory_behind_that_nobody_uses():
+    """A buffer that was shared and never opened stayed: two GiB a step for models of less than a bucket."""
+    pytest.importorskip("verl")
+    context = torch.multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_small_sender, args=(theirs,))
+    process.start()
+    held = []
+    try:
+        for number in range(3):
+            buffers, unpacker = SharedBuffers(torch.device("cuda", 0)), Unpacker()
+            assert ours.poll(120), "the sender is silent"
+            bucket = ours.recv()
+            for _, tensor in unpacker.unpack(bucket, buffers.data(bucket)):
+                assert (tensor == number).all()
+            del tensor
+            buffers.done()
+            ours.send("done")
+            assert ours.recv() == "sent"
+            buffers.close()
+            ours.send("closed")
+            held.append(ours.recv())
+    finally:
+        process.join(60)
+    assert process.exitcode == 0
+    assert held[2] == held[1] == held[0] < BUCKET, held
+
+
 def _trainer(folder: str, pipe) -> None:
     """The sender's process."""
     device = torch.device("cuda", 0)

@@ -470,8 +470,10 @@ def climb_showing(rungs: Sequence[Rung], work: Work) -> LadderResult:
 
     def shown(rung: str, result: ScenarioResult) -> None:
         answer = "FAILED" if not result.passed else "passed" if result.exact else "measured"
+        # of a run that is stopped before its table, these lines are what is known
+        compared = "" if result.report is None else f"{result.report.tokens:,} {result.what}, "
         work.doing(f"{rung}, {result.name}")
-        work.ended(f"{rung}, {result.name}: {answer}, {result.seconds:.1f} s")
+        work.ended(f"{rung}, {result.name}: {answer}, {compared}{result.seconds:.1f} s")
         work.advance()
 
     work.of(sum(len(rung.scenarios) for rung in rungs))
