@@ -15,6 +15,7 @@
 | worked.py | worked solutions, what the supervised phase shows |
 | warmup.py | the supervised phase |
 | sampling.py, measure.py | what a small model scores, and what its distributions look like |
+| all_experts.py | the experts of a small mixture as a few large products, for the warm-up on a GPU |
 | base_model.py | `build_base_model`: tokenizer, shape and supervised phase in a Hugging Face folder |
 | artifact.py | folders made once, found by content key, published atomically |
 | file_set.py | files of a folder that belong together, exchanged as one |

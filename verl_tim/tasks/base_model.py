@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import transformers
 
+from verl_tim.tasks import all_experts
 from verl_tim.tasks.architectures import MAX_POSITION_EMBEDDINGS, init_model, resolve_shape
 from verl_tim.tasks.artifact import cached_folder, make_once
 from verl_tim.tasks.catalog import Task, get_task, resolve_difficulty
@@ -159,8 +160,8 @@ def _build(work: Path, task: Task, spec: Mapping[str, Any], config: WarmupConfig
     # made on the CPU whatever the device: the weights before the warm-up are the same
     torch.nn.Module.to(model, device)
     if device.type == "cuda" and spec["kind"] == "qwen3_moe":
-        # one plain product per expert; the grouped one is made for bf16, and this phase is fp32
-        model.set_experts_implementation("eager")
+        # transformers' grouped products are made for bf16, and this phase is fp32
+        model.set_experts_implementation(all_experts.NAME)
     difficulty, seed = spec["difficulty"], spec["seed"]
     with _threads(_THREADS), _repeatable(device):
         history = warm_up(model, tokenizer, task, difficulty, config, seed=seed, progress=progress)
