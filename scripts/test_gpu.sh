@@ -117,6 +117,12 @@ gpu_run() {
 gpu_run models.fa3.run recipe=cpu_grpo rollout=vexact model=hf "actor_rollout_ref.model.path=$WORK/dense" \
     actor_rollout_ref.model.fused_kernel_options.attention=fa3
 gpu_run runs.dense recipe=cpu_grpo rollout=vexact
+# what a trainer holds of the device is the same after each step
+part runs.dense.memory 10 "$PY" -c 'import json, sys
+held = [json.loads(line)["data"].get("actor/perf/max_memory_allocated_gb") for line in open(sys.argv[1])]
+held = [gib for gib in held if gib]
+print("GiB at most, by step:", *held)
+sys.exit(len(held) < 4 or held[-1] > 1.05 * held[2])' "$WORK/runs.dense/metrics.jsonl"
 gpu_run runs.moe recipe=cpu_moe_grpo rollout=vexact
 gpu_run runs.reinforce recipe=cpu_reinforce rollout=vexact
 gpu_run runs.moe_reinforce recipe=cpu_reinforce rollout=vexact model=tiny_qwen3_moe
