@@ -27,6 +27,7 @@ from verl_tim.training.correction_config import install
 from verl_tim.training.correction_loss import OLD_FORWARD_FIELD
 from verl_tim.training.correction_report import REPORT_METRIC, step_metrics
 from verl_tim.training.forward_records import FORWARD_METRIC, SAMPLED_FIELD
+from verl_tim.training.loaders import workers_ended
 from verl_tim.training.observer import StepBatch, StepObserver
 from verl_tim.training.processes import RunProcesses, RunRoles
 from verl_tim.training.records import RECORD_METRIC, ROW_FIELD, take
@@ -138,7 +139,7 @@ class TimRayPPOTrainer(StopAfterCheckpoint, RayPPOTrainer):
             return
         assert self.processes is not None
         # verl computes rewards in the middle of it
-        with closed_at_the_end(), missing_is_neutral(), self.processes.named_when_dead():
+        with closed_at_the_end(), workers_ended(self), missing_is_neutral(), self.processes.named_when_dead():
             super().fit()
         self._raise_if_stopped(at_end=True)
 

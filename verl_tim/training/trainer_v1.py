@@ -41,6 +41,7 @@ from verl_tim.training.correction_loss import OLD_FORWARD_FIELD
 from verl_tim.training.correction_report import REPORT_METRIC, LossReport, step_metrics
 from verl_tim.training.errands import Errand
 from verl_tim.training.forward_records import FORWARD_METRIC, SAMPLED_FIELD, ForwardRecord
+from verl_tim.training.loaders import workers_ended
 from verl_tim.training.observer import StepBatch, StepObserver
 from verl_tim.training.processes import RunProcesses, RunRoles
 from verl_tim.training.prompt_uids import prompt_order
@@ -204,7 +205,8 @@ class TimTrainer(_Base):
 
         if self.watch is not None and isinstance(agent_loop_manager, SeededManagerV1):
             self.watch.watch_loops(agent_loop_manager.agent_loop_workers)
-        with closed_at_the_end(), nullcontext() if self.processes is None else self.processes.named_when_dead():
+        named = nullcontext() if self.processes is None else self.processes.named_when_dead()
+        with closed_at_the_end(), workers_ended(self), named:
             super().fit(agent_loop_manager)
         self._raise_if_stopped(at_end=True)
 
