@@ -113,7 +113,8 @@ class _Probe:
             raise ContractError(
                 f"probe: {op} is not exact on this {self.device.type}: {int(differ.sum())} of {differ.numel()} values "
                 f"differ ({where}; {schedule}, {torch.get_num_threads()} threads). Zero mismatch is impossible with "
-                "this build of torch on this machine; use rollout=stock trainer=stock, another torch build, or report the machine"
+                "this build of torch on this machine; use rollout=stock trainer=stock, another torch build, or report "
+                "the machine"
             )
 
     def rowwise(self, op: str, run: Callable[[Tensor], Tensor], x: Tensor, counts: tuple[int, ...]) -> None:
