@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.numerics.gpu.attention_cases import Packed, reference
-from verl_tim.numerics.contract import CHUNK_KEYS, ContractError
-from verl_tim.numerics.gpu import attention
+from verl_tim.numerics.contract import CHUNK_KEYS, ContractError, meta_stands_for
+from verl_tim.numerics.gpu import attention, processor
 from verl_tim.numerics.gpu.attention_decode import scratch_elements
 from verl_tim.numerics.gpu.attention_plan import DecodePlan, PackedPlan, PagedPlan
 
@@ -75,6 +75,21 @@ def test_decodes_are_tiles_where_their_own_schedule_is_forbidden(query_lens, kno
         )  # fmt: skip
     out = attention.paged_forward(*arguments, plan=plan)
     torch.testing.assert_close(out.double(), expected[rows], atol=2e-2, rtol=2e-2)
+
+
+def test_a_call_asks_nothing_of_the_device(monkeypatch):
+    """What a device is does not change: it is asked once."""
+    asked = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: asked.append(device) or (9, 0))
+    q, k = (torch.empty(8, heads, 64, dtype=torch.bfloat16, device="meta") for heads in (4, 2))
+    processor.is_hopper.cache_clear()
+    try:
+        with meta_stands_for(torch.device("cuda", 0)):
+            for _ in range(3):
+                assert attention.prefill_schedule(q, k, k, paged=False) == attention.HOPPER
+    finally:
+        processor.is_hopper.cache_clear()
+    assert len(asked) == 1
 
 
 def test_the_hopper_schedule_can_be_forbidden_and_no_other_takes_its_name(monkeypatch):
