@@ -357,6 +357,7 @@ async def test_describe_fits_the_manifest(server):
     from verl_tim.diagnosis.manifest import ProcessFacts
 
     facts = ProcessFacts.from_describe(await server.describe(), process="server 0")
+    assert isinstance(facts.extra["dropped_schedules"], list)
     assert (facts.backend, facts.numerics, facts.compute_dtype, facts.head_dtype) == (
         "vexact",
         "contract",

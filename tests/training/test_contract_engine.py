@@ -28,6 +28,7 @@ def test_the_weights_bring_the_card_of_what_the_manifest_names(folders, process_
     weights, _ = trainer.engine.get_per_tensor_param()
     card = _run(card_with(weights))
     facts = describe_engine(trainer.engine)
+    assert isinstance(facts["extra"]["dropped_schedules"], list)
     assert (card["process"], card["contract_id"]) == ("actor 0", facts["contract_id"])
     assert card["versions"].items() <= facts["versions"].items()
     assert next(name for name, _ in weights) == "model.embed_tokens.weight"

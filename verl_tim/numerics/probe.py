@@ -9,6 +9,7 @@ counts). The first differing bit raises `ContractError` with the operation, its 
 from __future__ import annotations
 
 import functools
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -45,6 +46,10 @@ from verl_tim.numerics.paging import PagedBatch
 from verl_tim.numerics.rope import RopeTable, apply_rope
 from verl_tim.numerics.sampling import SamplingTensors, gumbel_noise, sample
 from verl_tim.numerics.shards import Shards, VocabularyPart
+
+logger = logging.getLogger(__name__)
+
+_dropped: list[str] = []
 
 _ROWS = 136
 _ROW_COUNTS = (1, 2, 3, 5, 8, 9, 24, 40, 67, 130)
@@ -388,9 +393,10 @@ def probe(
 
     `threads`: thread counts to try beside one; by default that of this process. `attention`: the attention contract in
     use (`resolve_attention`). Returns a `ProbeReport`. Raises
-    `ContractError` naming the operation, the rows and the thread count of the first difference. Where one GEMM over
-    all rows is not exact, it switches this process to `linear.use_row_blocks` and checks that; nothing else changes:
-    the thread count is restored and no global random state is touched.
+    `ContractError` naming the operation, its shape, the rows, the schedule and the thread count of the first
+    difference. Where one GEMM over all rows is not exact, it switches this process to `linear.use_row_blocks`, with a
+    warning, and checks that; nothing else changes: the thread count is restored and no global random state is touched.
+    `dropped_schedules` says what this process does without since.
     """
     begin = time.perf_counter()
     device = torch.device(device)
@@ -409,6 +415,8 @@ def probe(
         except ContractError as second:
             use_row_blocks(False)
             raise first from second
+        logger.warning("%s: products of %d rows each take the place of one for all rows", first, ROW_FLOOR)
+        _dropped.append("linear: one product for all rows")
     report.seconds = time.perf_counter() - begin
     return report
 
@@ -422,7 +430,13 @@ def _probe_gpu(device: torch.device, dtype: torch.dtype, shapes: ProbeShapes, at
         kernels("probe").run(device, shapes, attention, report)
     torch.cuda.synchronize(device)
     report.seconds = time.perf_counter() - begin
+    _dropped.extend(report.forbidden)
     return report
+
+
+def dropped_schedules() -> list[str]:
+    """What this process's probes found not to hold and other schedules replace, as "operation(shape): schedule"."""
+    return list(_dropped)
 
 
 def _run(device: torch.device, dtype: torch.dtype, shapes: ProbeShapes, threads: tuple[int, ...] | None) -> ProbeReport:

@@ -363,6 +363,7 @@ class EngineServer:
             "extra": {
                 name: engine[name]
                 for name in (
+                    "dropped_schedules",
                     "kv_cache_tokens",
                     "kv_cache_bytes",
                     "max_num_seqs",
