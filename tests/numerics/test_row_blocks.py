@@ -39,8 +39,9 @@ def test_experts_go_through_the_same_blocks(blocks):
 
 
 @pytest.mark.parametrize("second", ["holds", "fails"])
-def test_the_probe_switches_only_where_it_must(monkeypatch, second):
+def test_the_probe_switches_only_where_it_must(monkeypatch, second, caplog):
     seen = []
+    monkeypatch.setattr(probe_module, "_dropped", [])
 
     def run(device, dtype, shapes, threads):
         seen.append(row_blocks())
@@ -54,9 +55,12 @@ def test_the_probe_switches_only_where_it_must(monkeypatch, second):
             with pytest.raises(ContractError, match="attempt 1"):
                 probe_module.probe("cpu", torch.float32, None)
             assert not row_blocks()
+            assert probe_module.dropped_schedules() == []
         else:
             assert probe_module.probe("cpu", torch.float32, None).row_blocks
             assert row_blocks()
+            assert probe_module.dropped_schedules() == ["linear: one product for all rows"]
+            assert "attempt 1: products of 8 rows each take the place" in caplog.text
         assert seen == [False, True]
     finally:
         use_row_blocks(False)

@@ -15,6 +15,7 @@ from verl.checkpoint_engine.base import CheckpointEngineRegistry
 from verl_tim.rollout import gloo_checkpoint_engine
 from verl_tim.rollout.gloo_checkpoint_engine import GlooCheckpointEngine, decoded, encoded
 from verl_tim.rollout.weights import Bucket, Entry, WeightStreamError
+from verl_tim.training.pairing import IdentifiedWeights, card_with
 
 RECEIVERS = 2
 
@@ -90,6 +91,27 @@ def test_every_receiver_gets_every_bit_and_every_actor_pulls_the_stream(group):
     assert outside == list(want), "pulling is a collective of all actor ranks"
 
 
+CARD = {"process": "actor 0", "contract_id": "chunk64/cpu-e/bfloat16/1", "versions": {"torch": "2.13.0"}}
+
+
+@pytest.mark.parametrize("card", [CARD, None], ids=["card", "none"])
+def test_the_senders_card_comes_before_its_weights(group, card):
+    actors, rollout = group
+    want = tensors()
+    sent = iter(want.items()) if card is None else IdentifiedWeights(want.items(), card)
+
+    async def taken(engine):
+        weights = engine.receive_weights()
+        said = await card_with(weights)
+        return said, [name async for name, _ in weights]
+
+    with ThreadPoolExecutor(3) as pool:
+        futures = [pool.submit(lambda: asyncio.run(actors[0].send_weights(sent)))]
+        futures += [pool.submit(lambda engine=engine: asyncio.run(taken(engine))) for engine in rollout]
+        _, *got = [future.result(60) for future in futures]
+    assert got == [(card, list(want))] * RECEIVERS
+
+
 def test_a_sender_that_fails_tells_the_receivers(group):
     def broken():
         yield from list(tensors().items())[:3]
@@ -121,6 +143,7 @@ def test_a_bucket_an_error_and_the_end_come_back_as_they_were():
     assert decoded(encoded(Bucket(4, [entry])), 12) == Bucket(4, [entry])
     assert decoded(encoded("ValueError: planted \u00e9"), 0) == "ValueError: planted \u00e9"
     assert decoded(encoded(None), 0) is None
+    assert decoded(encoded(CARD), 0) == CARD
 
 
 @pytest.mark.parametrize(
@@ -130,6 +153,8 @@ def test_a_bucket_an_error_and_the_end_come_back_as_they_were():
         5,
         {},
         {"number": 0},
+        {"card": {"process": "actor 0"}},
+        {"card": 3},
         {"number": "first", "entries": []},
         {"number": 0, "entries": [["w", [3], "float32", 0]]},
         {"number": 0, "entries": [["w", [3], "load", 0, 12, 0]]},

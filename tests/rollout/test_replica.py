@@ -12,6 +12,7 @@ from verl.workers.rollout.replica import RolloutReplica, get_rollout_replica_cla
 from verl_tim.rollout.adapter import ServerAdapter
 from verl_tim.rollout.replica import StockReplica, VexactReplica, server_name
 from verl_tim.training.config import ConfigError
+from verl_tim.training.pairing import IdentifiedWeights
 
 
 @pytest.fixture(scope="module")
@@ -97,3 +98,44 @@ async def test_the_adapter_refuses_what_no_server_takes(verl_config, monkeypatch
         await adapter.update_weights(iter(()), wire_format="delta_flush")
     with pytest.raises(NotImplementedError, match="LoRA"):
         await adapter.update_weights(iter(()), peft_config={"r": 8})
+
+
+class _Call:
+    def __init__(self, function):
+        self.remote = function
+
+
+class _RefusingServer:
+    """A server's actor handle: refuses every card."""
+
+    def __init__(self):
+        self.abandoned: list[str] = []
+        self.cards: list[object] = []
+        self.begin_weights, self.abandon_weights = _Call(self._begin), _Call(self._abandon)
+
+    async def _begin(self, global_steps, rank, identity, *, trainer):
+        self.cards.append(trainer)
+        raise ConfigError("rollout server 0 has torch 2.0.0")
+
+    async def _abandon(self, reason):
+        self.abandoned.append(reason)
+
+
+@pytest.mark.asyncio
+async def test_a_refused_update_is_given_up_and_its_stream_pulled_for_the_other_ranks(verl_config):
+    adapter = ServerAdapter(rollout(verl_config), {"_target_": "builtins.dict"}, None)
+    adapter._server = server = _RefusingServer()
+    card = {"process": "actor 0", "contract_id": "x", "versions": {}}
+    pulled = []
+
+    def stream():
+        for name in ("a", "b"):
+            pulled.append(name)
+            yield name, None
+
+    with pytest.raises(ConfigError, match=r"torch 2\.0\.0"):
+        await adapter.update_weights(IdentifiedWeights(stream(), card), global_steps=3)
+    assert server.cards == [card]
+    assert pulled == ["a", "b"]
+    assert len(server.abandoned) == 1
+    assert "could not begin: ConfigError" in server.abandoned[0]

@@ -18,6 +18,8 @@ from verl_tim.engine import EngineDeadError, EngineStateError, RequestError
 from verl_tim.rollout.options import rollout_options
 from verl_tim.rollout.server import EngineServer
 from verl_tim.rollout.weights import send
+from verl_tim.training.config import ConfigError
+from verl_tim.training.pairing import card_of
 
 pytestmark = pytest.mark.asyncio
 
@@ -26,9 +28,9 @@ GREEDY = {"temperature": 0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0
 SAMPLED = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True, "seed": 3}
 
 
-def make(folder, *, load_format="auto", shared_memory=BOTH, device="cpu", **changes):
+def make(folder, *, load_format="auto", shared_memory=BOTH, device="cpu", name="vexact", **changes):
     config = {
-        "name": "vexact",
+        "name": name,
         "dtype": "bfloat16",
         "prompt_length": 16,
         "response_length": 20,
@@ -41,7 +43,7 @@ def make(folder, *, load_format="auto", shared_memory=BOTH, device="cpu", **chan
         **changes,
     }
     options = rollout_options(config, model_path=folder, max_position_embeddings=128, device=device)
-    return EngineServer(options, name="vexact", replica_rank=0, shared_memory=shared_memory)
+    return EngineServer(options, name=name, replica_rank=0, shared_memory=shared_memory)
 
 
 @pytest.fixture
@@ -304,6 +306,34 @@ async def test_a_sender_that_gives_up_frees_the_engine(server, weights):
         await server.finish_weights()
 
 
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"contract_id": "fa3/cuda-2-sm90/bfloat16/1"}, "keeps the contract chunk64/cpu-e/.*actor 1 keeps fa3"),
+        ({"versions": {"torch": "2.0.0"}}, r"rollout server 0 has torch .*, actor 1 has 2\.0\.0"),
+    ],
+)
+async def test_weights_of_a_trainer_that_cannot_agree_are_refused(server, weights, change, named):
+    """A server that started again may have another installation than the start-up checks saw."""
+    own = card_of("actor 1", (await server.describe())["contract_id"], "cpu")
+    assert await server.begin_weights(1, trainer=own) is False
+    await server.abandon_weights("only begun")
+    await update(server, weights, 1)
+    with pytest.raises(ConfigError, match=named):
+        await server.begin_weights(2, trainer={**own, **change})
+    await server.abandon_weights("refused")
+    assert (await server.generate([5], dict(SAMPLED), "a")).extra_fields["global_steps"] == 1
+
+
+async def test_stock_numerics_promise_nothing_that_a_card_could_break(folder):
+    server = make(folder, name="stock")
+    try:
+        await server.begin_weights(1, trainer=card_of("actor 0", "another/contract", "cpu"))
+        await server.abandon_weights("only begun")
+    finally:
+        server.engine.shutdown()
+
+
 async def test_an_engine_failure_reaches_every_waiter_and_every_later_call(folder, monkeypatch):
     server = make(folder, ignore_eos=True, response_length=100)
     try:
@@ -327,6 +357,7 @@ async def test_describe_fits_the_manifest(server):
     from verl_tim.diagnosis.manifest import ProcessFacts
 
     facts = ProcessFacts.from_describe(await server.describe(), process="server 0")
+    assert isinstance(facts.extra["dropped_schedules"], list)
     assert (facts.backend, facts.numerics, facts.compute_dtype, facts.head_dtype) == (
         "vexact",
         "contract",

@@ -28,6 +28,7 @@ from verl_tim.rollout.server import EngineServer
 from verl_tim.rollout.weights import send
 from verl_tim.training.choices import marked_rows
 from verl_tim.training.forward_records import SAMPLED_FIELD
+from verl_tim.training.pairing import card_with
 from verl_tim.training.records import ROW_FIELD
 
 PROMPT_LENGTH, RESPONSE_LENGTH = 32, 24
@@ -191,7 +192,7 @@ class RolloutSide:
             await self.server.sleep()
             await self.server.wake_up(tags=["weights"])
             weights, _ = trainer.engine.get_per_tensor_param()
-            await self.server.begin_weights(version)
+            await self.server.begin_weights(version, trainer=await card_with(weights))
             await send(
                 weights,
                 bucket_bytes=bucket_bytes,

@@ -12,12 +12,26 @@ from tests.training.sides import RolloutSide, TrainerSide, some_prompts
 from verl_tim.diagnosis.gate import compare_bits
 from verl_tim.training.config import ConfigError
 from verl_tim.training.engine import ContractFSDPEngineWithLMHead
+from verl_tim.training.pairing import card_with
 from verl_tim.training.records import RECORD_METRIC, assemble, take
 
 
 def bits(train: list[list[float]], rollout: list[list[float]]):
     flat = [torch.tensor(list(itertools.chain(*side)), dtype=torch.float32) for side in (train, rollout)]
     return compare_bits(*flat)
+
+
+def test_the_weights_bring_the_card_of_what_the_manifest_names(folders, process_group):
+    from verl_tim.training.describe import describe_engine
+
+    trainer = TrainerSide(folders("qwen3"), param_dtype="bf16")
+    weights, _ = trainer.engine.get_per_tensor_param()
+    card = _run(card_with(weights))
+    facts = describe_engine(trainer.engine)
+    assert isinstance(facts["extra"]["dropped_schedules"], list)
+    assert (card["process"], card["contract_id"]) == ("actor 0", facts["contract_id"])
+    assert card["versions"].items() <= facts["versions"].items()
+    assert next(name for name, _ in weights) == "model.embed_tokens.weight"
 
 
 CASES = [

@@ -44,6 +44,7 @@ from verl_tim.engine.weight_reader import Reader
 from verl_tim.models import build_model, load_model_config
 from verl_tim.models.place import WHOLE
 from verl_tim.numerics.contract import contract_id
+from verl_tim.numerics.probe import dropped_schedules
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -541,6 +542,7 @@ class Engine:
             "numerics": model.numerics,
             "contract": contract,
             "attention": model.attention,
+            "dropped_schedules": dropped_schedules(),
             "device": str(model.device),
             "dtype": str(model.dtype).removeprefix("torch."),
             "kv_dtype": str(model.dtype).removeprefix("torch."),

@@ -3,12 +3,13 @@
 Vendor libraries promise nothing about rounding, and what holds on one chip, instruction set or thread count may not
 hold on the next. So every schedule in use is compared with its own row-alone run, at the model's shapes, odd row
 counts and this process's thread count against one thread (so that two processes that pass agree whatever their thread
-counts). The first differing bit raises `ContractError` with the name of the operation.
+counts). The first differing bit raises `ContractError` with the operation, its shape, the rows and the schedule.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ from verl_tim.numerics.attention import (
 from verl_tim.numerics.contract import (
     COLUMN_FLOOR,
     KEY_BLOCK,
+    ROW_FLOOR,
     VOCAB_TILE,
     ContractError,
     ceil_to,
@@ -44,6 +46,10 @@ from verl_tim.numerics.paging import PagedBatch
 from verl_tim.numerics.rope import RopeTable, apply_rope
 from verl_tim.numerics.sampling import SamplingTensors, gumbel_noise, sample
 from verl_tim.numerics.shards import Shards, VocabularyPart
+
+logger = logging.getLogger(__name__)
+
+_dropped: list[str] = []
 
 _ROWS = 136
 _ROW_COUNTS = (1, 2, 3, 5, 8, 9, 24, 40, 67, 130)
@@ -104,14 +110,16 @@ class _Probe:
 
     def expect(self, op: str, got: Tensor, want: Tensor, where: str) -> None:
         self.report.comparisons[op] = self.report.comparisons.get(op, 0) + 1
-        if not torch.isfinite(want).all() and op != "head":
+        if not torch.isfinite(want).all() and not op.startswith("head"):
             raise ContractError(f"probe: {op} gives non-finite values ({where}) on {self.device}")
         differ = bits_of(got) != bits_of(want)
         if bool(differ.any()):
+            schedule = f"products of {ROW_FLOOR} rows each" if row_blocks() else "one product for all rows"
             raise ContractError(
                 f"probe: {op} is not exact on this {self.device.type}: {int(differ.sum())} of {differ.numel()} values "
-                f"differ ({where}, {torch.get_num_threads()} threads). Zero mismatch is impossible with this build of "
-                "torch on this machine; use rollout=stock trainer=stock, another torch build, or report the machine"
+                f"differ ({where}; {schedule}, {torch.get_num_threads()} threads). Zero mismatch is impossible with "
+                "this build of torch on this machine; use rollout=stock trainer=stock, another torch build, or report "
+                "the machine"
             )
 
     def rowwise(self, op: str, run: Callable[[Tensor], Tensor], x: Tensor, counts: tuple[int, ...]) -> None:
@@ -167,14 +175,19 @@ class _Probe:
         """Whose shares are compared: the first and the last, which may be the odd ones."""
         return () if self.shapes.ranks == 1 else (0, self.shapes.ranks - 1)
 
+    @property
+    def heads(self) -> str:
+        s = self.shapes
+        return f"{s.num_heads}/{s.num_kv_heads} heads of {s.head_dim}"
+
     def elementwise(self) -> None:
         for width in self.shapes.widths:
             weight = self.random(width)
             run = functools.partial(rms_norm_inference, weight_D=weight, eps=1e-6)
-            self.rowwise("rms_norm", run, self.random(_ROWS, width), (1, 3))
+            self.rowwise(f"rms_norm({width})", run, self.random(_ROWS, width), (1, 3))
         for width in {self.shapes.intermediate_size, 37}:
             both = self.random(_ROWS, 2 * width)
-            self.rowwise("swiglu", swiglu_of_halves, both, (1, 2, 3, 9))
+            self.rowwise(f"swiglu({width})", swiglu_of_halves, both, (1, 2, 3, 9))
         half = self.shapes.head_dim // 2
         table = RopeTable([10000.0 ** (-i / half) for i in range(half)], 1.0, 4096, self.device)
         q = self.random(_ROWS, self.shapes.num_heads, self.shapes.head_dim)
@@ -182,10 +195,12 @@ class _Probe:
         want = apply_rope(q, *table.at(position, 4096))
         for row in (0, 1, 2, 77, _ROWS - 1):
             cos, sin = table.at(position[row : row + 1], 4096)
-            self.expect("rope", apply_rope(q[row : row + 1], cos, sin), want[row : row + 1], f"row {row} alone")
+            self.expect(
+                f"rope({self.heads})", apply_rope(q[row : row + 1], cos, sin), want[row : row + 1], f"row {row} alone"
+            )
 
     def attention(self) -> None:
-        s = self.shapes
+        s, op = self.shapes, f"attention({ATTENTION_CONTRACTS[0]}, {self.heads})"
         lengths = [1, 7, KEY_BLOCK - 1, KEY_BLOCK, KEY_BLOCK + 1, 3 * KEY_BLOCK + 5]
         cu = torch.tensor([0, *lengths], device=self.device).cumsum(0)
         rows, last = int(cu[-1]), cu[1:] - 1
@@ -195,22 +210,27 @@ class _Probe:
         for row in (0, 7, rows - 1):
             start = int(cu[torch.searchsorted(cu, row, right=True) - 1])
             keys = slice(start, row + 1)
-            self.expect("attention", attention_reference(q[row], k[keys], v[keys]), want[row], "against the reference")
+            self.expect(op, attention_reference(q[row], k[keys], v[keys]), want[row], "against the reference")
         for threads in self.report.threads:
             with _threads(threads):
-                self.expect("attention", varlen_attention(q, k, v, cu), want, "packed")
+                self.expect(op, varlen_attention(q, k, v, cu), want, "packed")
                 for page_size in (1, 16):
                     out = paged_attention(q[last], *_pages(k, v, lengths, page_size))
-                    self.expect("attention", out, want[last], f"decode, pages of {page_size}")
+                    self.expect(op, out, want[last], f"decode, pages of {page_size}")
                 for rank in self.split_ranks:
                     heads, kv_heads = s.num_heads // s.ranks, s.num_kv_heads // s.ranks
                     own, own_kv = (slice(rank * n, (rank + 1) * n) for n in (heads, kv_heads))
                     pages = _pages(k[:, own_kv], v[:, own_kv], lengths, 16)
                     out = paged_attention(q[last][:, own].contiguous(), *pages)
-                    self.expect("attention", out, want[last][:, own], f"heads of rank {rank} of {s.ranks}")
+                    self.expect(op, out, want[last][:, own], f"heads of rank {rank} of {s.ranks}")
+
+    @property
+    def head_op(self) -> str:
+        return f"head({self.shapes.vocab_size}, {self.shapes.hidden_size})"
 
     def head(self) -> None:
         s = self.shapes
+        op, sampling = self.head_op, f"sampling({s.vocab_size})"
         rows = 24 if s.vocab_size * s.hidden_size > _LARGE_WEIGHT else 72
         hidden, weight = self.random(rows, s.hidden_size), self.random(s.vocab_size, s.hidden_size)
         token = torch.randint(0, s.vocab_size, (rows,), generator=self.generator).to(self.device)
@@ -220,20 +240,20 @@ class _Probe:
         for threads in self.report.threads:
             with _threads(threads):
                 got, _ = token_log_probs(hidden, weight, token, 0.7)
-                self.expect("head", got, want, "trainer against sampler")
+                self.expect(op, got, want, "trainer against sampler")
                 logits = head_logits(hidden[5:6], weight)
                 got, _ = log_probs_of(logits, token[5:6], temperature[5:6])
-                self.expect("head", got, want[5:6], "one row alone")
+                self.expect(op, got, want[5:6], "one row alone")
         self.shards_of_head(hidden, weight)
         logits = head_logits(hidden, weight)
         drawn = sample(logits, _sampling(rows, 0, self.device))
         one = sample(logits[5:6], _sampling(1, 5, self.device))
-        self.expect("sampling", one.token_B, drawn.token_B[5:6], "one row alone")
+        self.expect(sampling, one.token_B, drawn.token_B[5:6], "one row alone")
         seed = torch.arange(3, device=self.device)
         noise = gumbel_noise(seed, seed, s.vocab_size)
         for columns in {s.vocab_size, min(s.vocab_size, 37)}:
             got = gumbel_noise(seed[1:2], seed[1:2], columns)
-            self.expect("sampling", got, noise[1:2, :columns], f"noise of one row, {columns} columns")
+            self.expect(sampling, got, noise[1:2, :columns], f"noise of one row, {columns} columns")
 
     def shards_of_head(self, hidden: Tensor, weight: Tensor) -> None:
         """The tiles of a rank's part of the vocabulary against the same tiles of the whole."""
@@ -248,7 +268,7 @@ class _Probe:
                 with _threads(threads):
                     got = torch.stack(tile_parts(head_logits(hidden, weight[part.rows])), -1)
                     where = f"tiles of rank {rank} of {self.shapes.ranks}"
-                    self.expect("head", got, want[:, first : first + got.shape[1]], where)
+                    self.expect(self.head_op, got, want[:, first : first + got.shape[1]], where)
 
     def shards_of_moe(self, gate_up: Tensor, down: Tensor, rows: Tensor, plan: Dispatch) -> None:
         """A rank's rows of every expert against the same columns of the whole."""
@@ -270,7 +290,15 @@ class _Probe:
                 for threads in self.report.threads:
                     with _threads(threads):
                         got = grouped_matmul(x, own, plan)[:, : len(columns)]
-                        self.expect("grouped_linear", got, want, f"{op} of rank {rank} of {self.shapes.ranks}")
+                        self.expect(
+                            f"grouped_linear({self.experts})", got, want, f"{op} of rank {rank} of {self.shapes.ranks}"
+                        )
+
+    @property
+    def experts(self) -> str:
+        assert self.shapes.moe is not None
+        experts, top_k, inner = self.shapes.moe
+        return f"{experts} of {inner} x {self.shapes.hidden_size}, top {top_k}"
 
     def moe(self) -> None:
         if self.shapes.moe is None:
@@ -289,7 +317,7 @@ class _Probe:
         def run(rows: Tensor) -> Tensor:
             return moe_inference(rows, router, experts, gate_up, down, inner, top_k, True)
 
-        self.rowwise("moe", run, x, (1,) if large else (1, 3, 9, 40))
+        self.rowwise(f"moe({self.experts})", run, x, (1,) if large else (1, 3, 9, 40))
         logits = matmul_rows(x.to(torch.float32), router)[:, :experts]
         plan = dispatch(route_logits(logits, top_k, True).expert_TK, experts)
         equal = ceil_to(max(b - a for a, b in zip(plan.starts, plan.starts[1:], strict=False)), 8)
@@ -299,7 +327,7 @@ class _Probe:
         for threads in self.report.threads:
             with _threads(threads):
                 got, want = grouped_matmul(rows, gate_up, batched), grouped_matmul(rows, gate_up, single)
-                self.expect("grouped_linear", got, want, "batched against one expert at a time")
+                self.expect(f"grouped_linear({self.experts})", got, want, "batched against one expert at a time")
         if self.shapes.ranks > 1:
             for kind in (batched, single):
                 self.shards_of_moe(gate_up, down, rows, kind)
@@ -365,9 +393,10 @@ def probe(
 
     `threads`: thread counts to try beside one; by default that of this process. `attention`: the attention contract in
     use (`resolve_attention`). Returns a `ProbeReport`. Raises
-    `ContractError` naming the operation, the rows and the thread count of the first difference. Where one GEMM over
-    all rows is not exact, it switches this process to `linear.use_row_blocks` and checks that; nothing else changes:
-    the thread count is restored and no global random state is touched.
+    `ContractError` naming the operation, its shape, the rows, the schedule and the thread count of the first
+    difference. Where one GEMM over all rows is not exact, it switches this process to `linear.use_row_blocks`, with a
+    warning, and checks that; nothing else changes: the thread count is restored and no global random state is touched.
+    `dropped_schedules` says what this process does without since.
     """
     begin = time.perf_counter()
     device = torch.device(device)
@@ -386,6 +415,8 @@ def probe(
         except ContractError as second:
             use_row_blocks(False)
             raise first from second
+        logger.warning("%s: products of %d rows each take the place of one for all rows", first, ROW_FLOOR)
+        _dropped.append("linear: one product for all rows")
     report.seconds = time.perf_counter() - begin
     return report
 
@@ -399,7 +430,13 @@ def _probe_gpu(device: torch.device, dtype: torch.dtype, shapes: ProbeShapes, at
         kernels("probe").run(device, shapes, attention, report)
     torch.cuda.synchronize(device)
     report.seconds = time.perf_counter() - begin
+    _dropped.extend(report.forbidden)
     return report
+
+
+def dropped_schedules() -> list[str]:
+    """What this process's probes found not to hold and other schedules replace, as "operation(shape): schedule"."""
+    return list(_dropped)
 
 
 def _run(device: torch.device, dtype: torch.dtype, shapes: ProbeShapes, threads: tuple[int, ...] | None) -> ProbeReport:

@@ -18,6 +18,7 @@ from verl_tim.plugin import ensure_registered
 from verl_tim.rollout.options import ranks_of
 from verl_tim.rollout.shared_buckets import device_identity, pack_shared
 from verl_tim.rollout.weights import Bucket, pack, send
+from verl_tim.training.pairing import Card, card_with
 
 logger = logging.getLogger(__name__)
 
@@ -57,11 +58,14 @@ class ServerAdapter(BaseRollout):
         """Take weights and KV cache from the server."""
         await self.server.sleep.remote()
 
-    async def _begin(self, global_steps: int | None) -> Callable[[Any, int, torch.dtype], AsyncIterator[Bucket]] | None:
+    async def _begin(
+        self, global_steps: int | None, card: Card | None
+    ) -> Callable[[Any, int, torch.dtype], AsyncIterator[Bucket]] | None:
         """How this rank's weights travel: in device memory where the engine's rank runs on this GPU, else through the
-        host, from the first rank; None: not at all."""
+        host, from the first rank; None: not at all. The server refuses a trainer whose card does not fit its own."""
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-        shares = await self.server.begin_weights.remote(global_steps, self.rollout_rank, device_identity(device))
+        identity = device_identity(device)
+        shares = await self.server.begin_weights.remote(global_steps, self.rollout_rank, identity, trainer=card)
         if shares:
             return functools.partial(pack_shared, device=device)
         return pack if self.is_leader_rank else None
@@ -86,6 +90,7 @@ class ServerAdapter(BaseRollout):
             global_steps: version of the weights.
 
         Raises:
+            ConfigError: trainer and server no longer keep one contract (`pairing.check_update`).
             Whatever the server's model raises: an unknown, missing, doubled or misshapen tensor, by name.
         """
         if wire_format != "named_tensors":
@@ -100,8 +105,15 @@ class ServerAdapter(BaseRollout):
             )
         began = time.perf_counter()
         server = self.server
+        card = await card_with(weights)
         try:
-            packing = await self._begin(global_steps)
+            packing = await self._begin(global_steps, card)
+        except Exception as error:
+            await server.abandon_weights.remote(f"an update could not begin: {type(error).__name__}: {error}")
+            async for _ in ensure_async_iterator(weights):
+                pass  # the ranks of other replicas gather with this one
+            raise
+        try:
             if packing is None:
                 sent = 0
                 async for _ in ensure_async_iterator(weights):

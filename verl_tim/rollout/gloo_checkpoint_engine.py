@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import datetime
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 import ray
@@ -23,6 +23,10 @@ from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegist
 from verl.workers.rollout.utils import ensure_async_iterator
 
 from verl_tim.rollout.weights import Bucket, Entry, Unpacker, WeightStreamError, pack
+from verl_tim.training.pairing import Card, card_with
+
+Item = Bucket | str | None | Card
+"""What travels: buckets of weights, before them the sender's card; then its error, or None, the end."""
 
 BACKEND = "gloo"
 _TIMEOUT = datetime.timedelta(minutes=10)
@@ -88,7 +92,10 @@ class GlooCheckpointEngine(CheckpointEngine):
             async for _ in ensure_async_iterator(weights):
                 pass
             return
+        card = await card_with(weights)
         try:
+            if card is not None:
+                await asyncio.to_thread(self._send, card)
             # the receiver's adapter casts to the engine's dtype
             async for bucket in pack(weights, self.bucket_size, None):
                 await asyncio.to_thread(self._send, bucket)
@@ -97,27 +104,14 @@ class GlooCheckpointEngine(CheckpointEngine):
             raise
         await asyncio.to_thread(self._send, None)
 
-    async def receive_weights(  # type: ignore[override]  # verl's annotation is of a coroutine, its engines yield
+    def receive_weights(  # type: ignore[override]  # verl's annotation is of a coroutine, its engines yield
         self, global_steps: int | None = None
-    ) -> AsyncIterator[tuple[str, torch.Tensor]]:
-        """The stream as it was sent.
+    ) -> ReceivedWeights:
+        """The stream as it was sent."""
+        return ReceivedWeights(self._receive)
 
-        Raises:
-            WeightStreamError: the sender failed, or the stream is broken.
-        """
-        unpacker = Unpacker()
-        while True:
-            item = await asyncio.to_thread(self._receive)
-            if item is None:
-                unpacker.finish()
-                return
-            if isinstance(item, str):
-                raise WeightStreamError(f"the trainer's stream failed: {item}")
-            for named in unpacker.unpack(item):
-                yield named
-
-    def _send(self, item: Bucket | str | None) -> None:
-        """A bucket, the sender's error, or the end."""
+    def _send(self, item: Item) -> None:
+        """The sender's card, a bucket, the sender's error, or the end."""
         data = item.data if isinstance(item, Bucket) else None
         raw = torch.frombuffer(bytearray(encoded(item)), dtype=torch.uint8)
         self._broadcast(torch.tensor([len(raw), 0 if data is None else len(data)]))
@@ -125,7 +119,7 @@ class GlooCheckpointEngine(CheckpointEngine):
         if data is not None and len(data):
             self._broadcast(torch.from_numpy(data))
 
-    def _receive(self) -> Bucket | str | None:
+    def _receive(self) -> Item:
         sizes = torch.zeros(2, dtype=torch.int64)
         self._broadcast(sizes)
         raw, data = (torch.empty(size, dtype=torch.uint8) for size in sizes.tolist())
@@ -143,8 +137,53 @@ class GlooCheckpointEngine(CheckpointEngine):
         self._group.broadcast([tensor], options).wait()
 
 
-def encoded(item: Bucket | str | None) -> bytes:
-    """JSON of a bucket without its bytes, of the sender's error, or of the end."""
+class ReceivedWeights:
+    """A stream of (name, tensor), and the card that came before it.
+
+    Args:
+        receive: the next item from the sender; waits for it.
+
+    Raises (both ways to read):
+        WeightStreamError: the sender failed, or the stream is broken.
+    """
+
+    def __init__(self, receive: Callable[[], Item]) -> None:
+        self._receive = receive
+        self._card: Card | None = None
+        self._first: list[Item] = []  # what came where a card might have
+        self._begun = False
+
+    async def card(self) -> Card | None:
+        """The sending trainer rank's; None where it has none."""
+        if not self._begun:
+            self._begun = True
+            item = await asyncio.to_thread(self._receive)
+            if isinstance(item, Mapping):
+                self._card = item
+            else:
+                self._first.append(item)
+        return self._card
+
+    async def __aiter__(self) -> AsyncIterator[tuple[str, torch.Tensor]]:
+        await self.card()
+        unpacker = Unpacker()
+        while True:
+            item = self._first.pop() if self._first else await asyncio.to_thread(self._receive)
+            if item is None:
+                unpacker.finish()
+                return
+            if isinstance(item, str):
+                raise WeightStreamError(f"the trainer's stream failed: {item}")
+            if isinstance(item, Mapping):
+                raise WeightStreamError("a second card arrived within the trainer's stream")
+            for named in unpacker.unpack(item):
+                yield named
+
+
+def encoded(item: Item) -> bytes:
+    """JSON of a card, of a bucket without its bytes, of the sender's error, or of the end."""
+    if isinstance(item, Mapping):
+        return json.dumps({"card": dict(item)}).encode()
     if item is None:
         return json.dumps({"end": True}).encode()
     if isinstance(item, str):
@@ -163,7 +202,7 @@ def encoded(item: Bucket | str | None) -> bytes:
     return json.dumps({"number": item.number, "entries": entries}).encode()
 
 
-def decoded(raw: bytes, nbytes: int) -> Bucket | str | None:
+def decoded(raw: bytes, nbytes: int) -> Item:
     """`encoded` backwards.
 
     Args:
@@ -178,12 +217,18 @@ def decoded(raw: bytes, nbytes: int) -> Bucket | str | None:
             return None
         if "error" in header:
             return str(header["error"])
+        if "card" in header:
+            return _card(**header["card"])
         return Bucket(int(header["number"]), [_entry(nbytes, *fields) for fields in header["entries"]])
     except (ValueError, TypeError, KeyError) as error:
         raise WeightStreamError(
             f"what arrived is no bucket of weights ({type(error).__name__}: {error}): the trainer and the rollout must "
             "have one version of verl-tim, and nobody else may reach the group's port"
         ) from error
+
+
+def _card(process: str, contract_id: str, versions: dict[str, str]) -> Card:
+    return {"process": str(process), "contract_id": str(contract_id), "versions": dict(versions)}
 
 
 def _entry(nbytes: int, name: str, shape: list[int], dtype: str, start: int, size: int, offset: int) -> Entry:

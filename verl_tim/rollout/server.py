@@ -32,6 +32,7 @@ from verl_tim.rollout.senders import Gathering, SendersError
 from verl_tim.rollout.shared_buckets import BucketReader, SharedBuffers, device_identity
 from verl_tim.rollout.versions import runs_of, version_fields
 from verl_tim.rollout.weights import Bucket, Unpacker
+from verl_tim.training.pairing import Card, card_of, check_update
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +74,7 @@ class EngineServer:
         self._failures: list[str] = []
         self._reported = EngineStats()
         self._said_no_profile = False
+        self._card: Card | None = None  # empty in stock numerics; made at the first update, when the engine stands
 
     # ---------------------------------------------------------------------------------------------------- requests
 
@@ -217,7 +219,9 @@ class EngineServer:
         version = self.engine.weight_version
         return self._renamed.get(version, version)
 
-    async def begin_weights(self, global_steps: int | None, rank: int = 0, identity: str = "") -> bool:
+    async def begin_weights(
+        self, global_steps: int | None, rank: int = 0, identity: str = "", trainer: Card | None = None
+    ) -> bool:
         """Start a weight update; buckets follow through `receive_weights`, then `finish_weights`.
 
         Every rank of the replica calls all three; a call returns when all have made it.
@@ -226,11 +230,17 @@ class EngineServer:
             global_steps: version of the new weights; None: one more than the last.
             rank: the caller's place in the replica.
             identity: of the caller's device (`shared_buckets.device_identity`).
+            trainer: the card of the caller's trainer, if that is in contract numerics.
+
+        Raises:
+            ConfigError: this engine is in contract numerics, too, and its card is another.
 
         Returns:
             Whether each rank sends its own buckets in device memory that it shares with the engine's rank on the same
             GPU. Otherwise rank 0 alone sends, through host memory.
         """
+        if trainer is not None:
+            await self._check_pairing(trainer)
         if self._beginning is None:
             if self._update is not None:
                 await self.abandon_weights("a new weight update began before the last one ended")
@@ -246,6 +256,16 @@ class EngineServer:
             )
             beginning.go_on(shares)
         return await beginning.result()
+
+    async def _check_pairing(self, trainer: Card) -> None:
+        if self._card is None:
+            engine = await self.engine.describe()
+            self._card = {}
+            if engine["numerics"] == "contract":
+                process = f"rollout server {self.replica_rank}"
+                self._card = card_of(process, engine["contract"], torch.device(engine["device"]).type)
+        if self._card:
+            check_update(trainer, self._card)
 
     @property
     def _num_ranks(self) -> int:
@@ -343,6 +363,7 @@ class EngineServer:
             "extra": {
                 name: engine[name]
                 for name in (
+                    "dropped_schedules",
                     "kv_cache_tokens",
                     "kv_cache_bytes",
                     "max_num_seqs",

@@ -65,6 +65,9 @@ def describe_engine(engine: Any) -> dict[str, Any]:
     contract = getattr(engine, "contract", None)
     if contract is not None:
         # the model itself has no name, and MLflow takes no parameter without one
+        from verl_tim.numerics.probe import dropped_schedules
+
+        facts["extra"]["dropped_schedules"] = dropped_schedules()
         facts["extra"]["contract_table"] = {name or "root": op for name, op in contract.table.items()}
     return facts
 

@@ -13,6 +13,7 @@ With either backend the loss of a run under a trainer of verl_tim is the one of 
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager, nullcontext
@@ -39,6 +40,8 @@ from verl_tim.training.contract_limits import LIMITS, padding_too_long, value_in
 from verl_tim.training.correction_loss import response_fields
 from verl_tim.training.correction_step import CorrectedUpdate, correction_of
 from verl_tim.training.forward_records import FORWARD_METRIC, ForwardRecorder
+from verl_tim.training.pairing import Card, IdentifiedWeights, card_of
+from verl_tim.training.processes import trainer_name
 from verl_tim.training.records import recording_loss
 from verl_tim.training.replay_config import REPLAY_KEY, Mode, mode_of_engine
 from verl_tim.training.replay_report import REPLAY_METRIC, Gap
@@ -232,7 +235,19 @@ class ContractFSDPEngineWithLMHead(FSDPEngineWithLMHead):
         self._recorder.restart()
         if self.replay is not None:
             self.replay.clear()
-        return super().get_per_tensor_param(*args, **kwargs)
+        weights, peft_config = super().get_per_tensor_param(*args, **kwargs)
+        if self.numerics == "contract":
+            weights = IdentifiedWeights(weights, self._card)
+        return weights, peft_config
+
+    @functools.cached_property
+    def _card(self) -> Card:
+        """What the rollout compares with its own at each update."""
+        from verl_tim.numerics.contract import contract_id
+
+        device = compute_device()
+        contract = contract_id(device, self.compute_dtype, self.contract.attention_on(device))
+        return card_of(trainer_name(self.rank), contract, device.type)
 
 
 def refuse_bypasses(model_config: Any, engine_config: Any) -> None:

@@ -1,14 +1,19 @@
 """Compile every kernel for a GPU that need not be there: `python -m tests.numerics.gpu.compile_all CAPABILITY`.
 
 A stand-in for Triton's driver names the target, and every launch stops after compiling. Prints one JSON line per
-kernel: name, bytes of shared memory, and whether they fit that GPU. Run in a process of its own: the tests around it
-use Triton's interpreter.
+kernel: name, bytes of shared memory and whether they fit that GPU, registers per thread, bytes of stack (spilled
+registers), warps, and how many programs fit a multiprocessor at a time, with the share of its warps that they are
+(`occupancy`). Run in a process of its own: the tests around it use Triton's interpreter.
 """
 
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +25,34 @@ from triton.runtime.jit import JITFunction
 
 SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 120: 99 << 10}
 """What one program may take (CUDA C++ programming guide, technical specifications per compute capability)."""
+
+
+# Of one multiprocessor (the same tables): shared memory, warps, programs. All have 65,536 registers.
+_ROOM = {80: (164 << 10, 64, 32), 86: (100 << 10, 48, 16), 89: (100 << 10, 48, 24), 90: (228 << 10, 64, 32),
+         120: (100 << 10, 48, 24)}  # fmt: skip
+
+
+def occupancy(capability: int, registers: int, warps: int, shared: int) -> tuple[int, float]:
+    """(programs of a multiprocessor at a time, share of its warps). Registers are given out per warp in units of 256,
+    and a program takes one KiB of shared memory more than it asks for."""
+    room, most_warps, most_programs = _ROOM[capability]
+    of_registers = 65536 // (-(-registers * 32 // 256) * 256 * warps)
+    programs = min(of_registers, room // (shared + 1024), most_warps // warps, most_programs)
+    return programs, programs * warps / most_warps
+
+
+def resources(kernel: Any) -> tuple[int, int, int]:
+    """(registers per thread, bytes of stack, warps that are launched) of a compiled kernel."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", said)
+    threads = re.search(r"\.reqntid (\d+)", kernel.asm["ptx"])
+    assert found is not None, said
+    assert threads is not None, "a kernel that names no number of threads"
+    return int(found[1]), int(found[2]), int(threads[1]) // 32
 
 
 class _Driver:
@@ -51,14 +84,21 @@ def _compile_only(capability: int) -> None:
     driver.set_active(_Driver(capability))
     processor._shared_bytes = lambda device: SHARED_BYTES[capability]
     run = JITFunction.run
+    known: dict[Any, tuple[int, int, int]] = {}
 
     def compiled(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         kernel = run(self, *args, grid=grid, warmup=True, **options)
         shared = kernel.metadata.shared
+        if kernel not in known:
+            registers, stack, warps = known[kernel] = resources(kernel)
+        registers, stack, warps = known[kernel]
+        programs, share = occupancy(capability, registers, warps, shared)
+        sizes = {name: value for name, value in options.items() if name.isupper()}
         print(
             json.dumps(
                 {"kernel": f"{self.fn.__module__.rsplit('.', 1)[-1]}.{self.fn.__name__}", "shared": shared,
-                 "fits": shared <= SHARED_BYTES[capability]}
+                 "fits": shared <= SHARED_BYTES[capability], "registers": registers, "stack": stack, "warps": warps,
+                 "programs": programs, "occupancy": round(share, 3), "sizes": sizes}
             ),
             flush=True,
         )  # fmt: skip
@@ -136,6 +176,24 @@ def attention() -> None:
                 decode(q[:count], pages, pages, rows, torch.zeros_like(q[:count]), decoding, scratch)
 
 
+def attention_on_hopper() -> None:
+    """What `attention` takes where `attention_hopper.supports` holds."""
+    from verl_tim.numerics.gpu import attention_backward_hopper, attention_hopper
+    from verl_tim.numerics.gpu.attention_plan import PackedPlan
+
+    plan = PackedPlan([200, 100], device="cpu")
+    tiles, table = plan.query_tiles(attention_hopper.ROWS), torch.zeros(2, 20, dtype=torch.int32)
+    for heads, kv_heads, dim in ((16, 8, 128), (14, 2, 64)):
+        q, k = _bf16(300, heads, dim), _bf16(300, kv_heads, dim)
+        out, lse = torch.zeros_like(q), torch.zeros(heads, 300)
+        attention_hopper.prefill(q, k, k, out, lse, tiles, None)
+        for page in (16, 32, 64, 128):
+            pages = _bf16(40, page, kv_heads, dim)
+            attention_hopper.prefill(q, pages, pages, out, None, tiles, table)
+        grads = (torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(k))
+        attention_backward_hopper.backward(out, q, k, k, out, lse, plan, grads)
+
+
 def experts() -> None:
     from verl_tim.numerics.gpu import moe
 
@@ -183,7 +241,7 @@ PARTS = (linears, row_operations, attention, experts, head, decode_ends)
 def main(capability: int) -> None:
     assert not triton.knobs.runtime.interpret, "unset TRITON_INTERPRET"
     _compile_only(capability)
-    for part in PARTS:
+    for part in (*PARTS, attention_on_hopper) if capability == 90 else PARTS:
         part()
 
 

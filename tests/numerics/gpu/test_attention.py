@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.numerics.gpu.attention_cases import Packed, reference
-from verl_tim.numerics.contract import CHUNK_KEYS, ContractError
-from verl_tim.numerics.gpu import attention
+from verl_tim.numerics.contract import CHUNK_KEYS, ContractError, meta_stands_for
+from verl_tim.numerics.gpu import attention, processor
 from verl_tim.numerics.gpu.attention_decode import scratch_elements
 from verl_tim.numerics.gpu.attention_plan import DecodePlan, PackedPlan, PagedPlan
 
@@ -51,6 +51,59 @@ def test_paged_mixture(page_size):
     )
     planned = attention.paged_forward(*common, out=torch.full_like(out, 9.0), plan=plan)
     assert torch.equal(planned, out)
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["lengths on the host", "on the device"])
+@pytest.mark.parametrize("query_lens", [[1, 7, 1, 66], [1, 1, 1, 1]])
+def test_decodes_are_tiles_where_their_own_schedule_is_forbidden(query_lens, known, monkeypatch):
+    monkeypatch.setattr(attention, "_forbidden", set())
+    lengths = [3, 70, CHUNK_KEYS + 88, 66]
+    case = Packed(lengths, 4, 2, 16, padding=0)
+    rows, query_start, context = case.last_rows(query_lens)
+    k_pages, v_pages, table = case.paged(16)
+    arguments = (case.q[rows], k_pages, v_pages, query_start, context, table, max(query_lens), max(lengths))
+    expected, _ = reference(case.q, case.k, case.v, lengths)
+    assert attention.decode_schedule(*arguments[:3]) == attention.SPLIT
+    attention.forbid(attention.SPLIT)
+    assert attention.decode_schedule(*arguments[:3]) == attention.REFERENCE
+    monkeypatch.setattr(attention, "decode", lambda *_: pytest.fail("the forbidden schedule ran"))
+    plan = None
+    if known:
+        plan = PagedPlan(
+            query_start, context, num_kv_heads=2, num_rows=len(rows), max_query_len=max(query_lens),
+            query_lens=query_lens, context_lens=lengths, split_decodes=False,
+        )  # fmt: skip
+    out = attention.paged_forward(*arguments, plan=plan)
+    torch.testing.assert_close(out.double(), expected[rows], atol=2e-2, rtol=2e-2)
+
+
+def test_a_call_asks_nothing_of_the_device(monkeypatch):
+    """What a device is does not change: it is asked once."""
+    asked = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: asked.append(device) or (9, 0))
+    q, k = (torch.empty(8, heads, 64, dtype=torch.bfloat16, device="meta") for heads in (4, 2))
+    processor.is_hopper.cache_clear()
+    try:
+        with meta_stands_for(torch.device("cuda", 0)):
+            for _ in range(3):
+                assert attention.prefill_schedule(q, k, k, paged=False) == attention.HOPPER
+    finally:
+        processor.is_hopper.cache_clear()
+    assert len(asked) == 1
+
+
+def test_the_hopper_schedule_can_be_forbidden_and_no_other_takes_its_name(monkeypatch):
+    monkeypatch.setattr(attention, "_forbidden", set())
+    monkeypatch.setattr(attention.attention_hopper, "supports", lambda *_, **__: True)
+    case = Packed([5], 2, 1, 64)
+    assert attention.prefill_schedule(case.q, case.k, case.v, paged=False) == attention.HOPPER
+    attention.forbid(attention.HOPPER)
+    assert attention.forbidden() == {attention.HOPPER}
+    assert attention.prefill_schedule(case.q, case.k, case.v, paged=False) == attention.REFERENCE
+    out, _ = attention.varlen_forward(case.q, case.k, case.v, case.cu_seqlens)
+    torch.testing.assert_close(out[:5].double(), reference(case.q, case.k, case.v, [5])[0], atol=2e-2, rtol=2e-2)
+    with pytest.raises(ContractError, match="no schedule 'prefill:triton' that can be forbidden"):
+        attention.forbid(attention.REFERENCE)
 
 
 @pytest.mark.parametrize("num_slots", [2048, 3])

@@ -114,9 +114,26 @@ def test_decode_equals_prefill(trained, page_size, splitting, bound):
         assert _differing(got, out[rows[order]]) == 0
 
 
-def test_cuda_graph(trained):
+@pytest.mark.parametrize("names", [("prefill:hopper",), ("decode:split",), ("prefill:hopper", "decode:split")])
+def test_what_stands_in_for_a_forbidden_schedule_has_its_bits(trained, names, monkeypatch):
+    case, out, lse = trained
+    monkeypatch.setattr(attention, "_forbidden", set(names))
+    again, sums = attention.varlen_forward(case.q, case.k, case.v, case.cu_seqlens)
+    assert _differing(again, out) == 0
+    assert torch.equal(sums, lse)
+    for page_size in (16, 64):
+        k_pages, v_pages, table = case.paged(page_size)
+        for query_lens in ([1] * len(LENGTHS), [1, 20, 100, 777, 1, 33, 1, 1]):
+            rows, start, context = case.last_rows(query_lens)
+            arguments = (case.q[rows], k_pages, v_pages, start, context, table, max(query_lens), max(LENGTHS))
+            assert _differing(attention.paged_forward(*arguments), out[rows]) == 0
+
+
+@pytest.mark.parametrize("names", [(), ("decode:split",)], ids=["split", "tiles"])
+def test_cuda_graph(trained, names, monkeypatch):
     """Captured once with an upper bound on the context, replayed for other lengths."""
     case, out, _ = trained
+    monkeypatch.setattr(attention, "_forbidden", set(names))
     k_pages, v_pages, table = case.paged(16)
     rows, start, context = case.last_rows([1] * len(LENGTHS))
     q, context = case.q[rows].clone(), context.clone()

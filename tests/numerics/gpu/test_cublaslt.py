@@ -161,14 +161,25 @@ def test_shapes_beyond_the_limit_let_go_of_all_before(library, monkeypatch):
     assert len(lib.objects) == 4
 
 
-def test_a_status_of_the_library_is_told(library, monkeypatch):
+def test_a_status_of_the_library_is_told_with_schedule_and_shape(library, monkeypatch):
     lib = library(good=GOOD)
     x, weight, _, out = operands()
     assert cublaslt.serves(x, weight, None, out)
-    monkeypatch.setattr(FakeCublasLt, "cublasLtMatmulAlgoGetHeuristic", lambda *_: 15)
-    with pytest.raises(ContractError, match=r"cublasLtMatmulAlgoGetHeuristic gave status 15; gemm\.forbid"):
-        cublaslt.serves(*operands(9))
+    with monkeypatch.context() as patch:
+        patch.setattr(FakeCublasLt, "cublasLtMatmulAlgoGetHeuristic", lambda *_: 15)
+        with pytest.raises(ContractError) as asked:
+            cublaslt.serves(*operands(9))
     assert lib.asked == 1
+    plan = cublaslt._plans[cublaslt._key(x, weight, None, out)][0]
+    monkeypatch.setattr(plan, "_matmul", lambda *_: 13)
+    with pytest.raises(ContractError) as ran:
+        cublaslt.run(x, weight, None, out, rank=2)
+    for error, words in (
+        (asked, ("schedule cublaslt:", "cublasLtMatmulAlgoGetHeuristic gave status 15", "x (9, 96)")),
+        (ran, ("schedule cublaslt:2", "cublasLtMatmul gave status 13", "x (5, 96)")),
+    ):
+        for word in (*words, "weight (24, 96), out torch.float32", "trainer=stock", "gemm.forbid"):
+            assert word in str(error.value)
 
 
 @pytest.fixture

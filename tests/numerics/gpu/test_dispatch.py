@@ -9,13 +9,18 @@ from verl_tim.numerics.gpu.dispatch import COUNTED_PAIRS, _sorted, dispatch, lay
 
 from .devices import DEVICE, on_gpu, values
 
+LOADS = ("even", "one", "half", "zipf")
+
 
 def routes(tokens: int, experts: int, top_k: int, load: str = "even") -> torch.Tensor:
-    """int32 [T, K], distinct experts per token: even, or `one` (all choose the same), or `half` of the experts only."""
+    """int32 [T, K], distinct experts per token: even, or `one` (all choose the same), or `half` of the experts only, or
+    `zipf` (the n-th expert is wanted as often as n ** -2: a few are full, most hold little, some nothing)."""
     if load == "one":
         return torch.arange(top_k, dtype=torch.int32, device=DEVICE).repeat(tokens, 1)
     generator = torch.Generator().manual_seed(tokens)
     scores = torch.rand(tokens, experts // 2 if load == "half" else experts, generator=generator)
+    if load == "zipf":  # a draw without replacement: argsort of waiting times
+        scores = -torch.log(scores) * torch.arange(1, experts + 1) ** 2.0
     return scores.argsort(1)[:, :top_k].int().contiguous().to(DEVICE)
 
 
@@ -38,7 +43,7 @@ def check(plan, expert_TK, experts: int) -> None:
     assert covered == list(range(flat.numel()))
 
 
-@pytest.mark.parametrize("load", ["even", "one", "half"])
+@pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize(("tokens", "experts", "top_k"), [(1, 6, 2), (9, 6, 3), (40, 8, 4), (3, 128, 8)])
 def test_pairs_are_sorted_by_expert(tokens, experts, top_k, load):
     expert_TK = routes(tokens, experts, top_k, load)
@@ -65,7 +70,7 @@ def test_refuses_int64():
 
 
 @on_gpu
-@pytest.mark.parametrize("load", ["even", "one", "half"])
+@pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize("tokens", [1, 7, 64, COUNTED_PAIRS // 8, COUNTED_PAIRS // 8 + 1, 3000])
 def test_sizes_of_the_30b(tokens, load):
     expert_TK = routes(tokens, 128, 8, load)

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from tests.numerics.bits import close_to_double, randn, same_bits
-from verl_tim.numerics.contract import ContractError
+from verl_tim.numerics.contract import ContractError, interpreted_schedules
+from verl_tim.numerics.linear import linear
 
-from .shapes import HEADS, LINEARS
+from .shapes import LINEARS
 
 gemm = pytest.importorskip("verl_tim.numerics.gpu.gemm")
 cublaslt = pytest.importorskip("verl_tim.numerics.gpu.cublaslt")
@@ -152,7 +153,7 @@ def test_names_are_unique():
 def test_every_schedule_has_the_bits_of_the_reference(name):
     """Each row count, each schedule, against the rows of one large reference product, accumulators compared whole."""
     outputs, inner = LINEARS[name]
-    most = 512 if name in HEADS else max(ROWS)
+    most = max(ROWS)
     x = torch.randn(most, inner, device="cuda", generator=torch.Generator("cuda").manual_seed(0)).bfloat16()
     weight = torch.randn(outputs, inner, device="cuda", generator=torch.Generator("cuda").manual_seed(1)).bfloat16()
     want = torch.empty(most, outputs, device="cuda")
@@ -162,7 +163,7 @@ def test_every_schedule_has_the_bits_of_the_reference(name):
         for schedule in gemm.schedules(rows, outputs, inner):
             first = (most - rows) // 2
             part = slice(first, first + rows)
-            got = torch.full((rows, outputs), float("nan"), device="cuda")
+            got = torch.full((rows, outputs), float("nan"), device="cuda")  # of a head's 8,192 rows 5 GB, as `want`
             if not schedule.serves(x[part], weight, None, got):
                 continue
             schedule.run(x[part], weight, None, got)
@@ -190,6 +191,32 @@ def test_every_schedule_adds_the_bias_alike():
             got = torch.empty_like(want)
             schedule.run(x[:rows], weight, bias, got)
             assert same_bits(got, want), schedule.name
+
+
+@pytest.mark.parametrize(
+    ("rows", "outputs", "inner"),
+    [
+        (13, 24, 40),
+        pytest.param(300, 6144, 4096, marks=pytest.mark.gpu),
+        pytest.param(1, 128, 2048, marks=pytest.mark.gpu),
+    ],
+)
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
+def test_gradients_against_double_repeat(rows, outputs, inner, out_dtype):
+    """Through autograd, as the trainer takes them: the library's choice of kernels, whose results must repeat."""
+    x, weight, bias = _inputs(rows, outputs, inner)
+    grad = randn(rows, outputs, dtype=torch.bfloat16, seed=3).to(DEVICE)
+    found = []
+    for _ in range(3):
+        leaves = [t.detach().clone().requires_grad_() for t in (x, weight, bias.bfloat16())]
+        with interpreted_schedules():
+            linear(*leaves, out_dtype=out_dtype).backward(grad.to(out_dtype))
+        found.append([leaf.grad for leaf in leaves])
+    doubles = [t.double().requires_grad_() for t in (x, weight, bias.bfloat16())]
+    (doubles[0] @ doubles[1].t() + doubles[2]).backward(grad.double())
+    for got, *again, double in zip(*found, doubles, strict=True):
+        assert all(same_bits(got, other) for other in again)
+        close_to_double(got.cpu(), double.grad.cpu(), torch.bfloat16)
 
 
 @pytest.mark.gpu

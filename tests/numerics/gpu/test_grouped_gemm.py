@@ -11,7 +11,7 @@ from verl_tim.numerics.linear import linear
 
 from ..bits import same_bits
 from .devices import DEVICE, mostly_equal, on_gpu, values
-from .test_dispatch import routes
+from .test_dispatch import LOADS, routes
 
 
 def per_expert(x_RK, weight_ENK, plan):
@@ -26,7 +26,7 @@ def per_expert(x_RK, weight_ENK, plan):
     return torch.cat(out)
 
 
-@pytest.mark.parametrize("load", ["even", "one", "half"])
+@pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize("name", list(grouped_gemm.schedules()))
 def test_every_schedule_equals_one_linear_per_expert(name, load):
     expert_TK = routes(9, 6, 2, load)
@@ -81,7 +81,7 @@ def test_stream_needs_tiles():
 
 
 @on_gpu
-@pytest.mark.parametrize("load", ["even", "one", "half"])
+@pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize("tokens", [1, 5, 32, 256, 700])
 @pytest.mark.parametrize(("columns", "depth"), [(1536, 2048), (2048, 768), (96, 80)])
 def test_bits_on_the_device(columns, depth, tokens, load):

@@ -9,7 +9,7 @@ from verl_tim.numerics.gpu import grouped_gemm, moe
 
 from ..bits import same_bits
 from .devices import DEVICE, close, mostly_equal, on_gpu, values
-from .test_dispatch import routes
+from .test_dispatch import LOADS, routes
 
 EXPERTS, HIDDEN, INNER, TOP_K = 6, 48, 32, 2
 
@@ -46,7 +46,7 @@ def test_rounds_like_the_reference(rows, name):
     assert same_bits(alone, got[:1])
 
 
-@pytest.mark.parametrize("load", ["even", "one"])
+@pytest.mark.parametrize("load", LOADS)
 def test_gradients(load):
     x, grad, (gate_up, down) = values(9, HIDDEN), values(9, HIDDEN, seed=9), _weights()
     expert_TK = routes(9, EXPERTS, TOP_K, load)
@@ -86,7 +86,7 @@ def test_refuses_bad_input():
 
 
 @on_gpu
-@pytest.mark.parametrize("load", ["even", "one", "half"])
+@pytest.mark.parametrize("load", LOADS)
 def test_all_schedules_and_batches_agree_at_the_size_of_the_30b(load):
     experts, hidden, inner, top_k = 128, 2048, 768, 8
     gate_up = torch.randn(experts, 2 * inner, hidden, device=DEVICE, dtype=torch.bfloat16) * 0.05

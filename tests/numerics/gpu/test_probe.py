@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from verl_tim.numerics.contract import ContractError, interpreted_schedules
-from verl_tim.numerics.gpu import few_rows, gemm, grouped_gemm, probe
+from verl_tim.numerics.gpu import attention, few_rows, gemm, grouped_gemm, head, probe
 from verl_tim.numerics.probe import ProbeReport, ProbeShapes
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for Triton's interpreter")
@@ -26,6 +26,8 @@ SHAPES = ProbeShapes(
     intermediate_size=32,
     moe=(6, 2, 16),
 )
+
+EXPERTS = "experts(6 of 16 x 48, top 2)"
 
 
 class IntegerProbe(probe.GpuProbe):
@@ -47,7 +49,8 @@ def few_and_unforbidden(monkeypatch):
     monkeypatch.setattr(probe, "cancelling", integers)
     monkeypatch.setattr(gemm, "_forbidden", set())
     monkeypatch.setattr(gemm, "_chosen", {})
-    monkeypatch.setattr(grouped_gemm, "_forbidden", set())
+    for module in (attention, few_rows, grouped_gemm, head):
+        monkeypatch.setattr(module, "_forbidden", set())
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "planted")
     with interpreted_schedules():
         yield
@@ -67,7 +70,7 @@ def test_linears_and_experts_that_hold(checks):
     checks.linears()
     checks.experts()
     assert not checks.report.forbidden
-    assert set(checks.report.comparisons) == {"linear(48, 48)", "linear(64, 48)", "experts"}
+    assert set(checks.report.comparisons) == {"linear(48, 48)", "linear(64, 48)", EXPERTS}
 
 
 def test_shares_of_split_weights_that_hold(monkeypatch):
@@ -85,7 +88,7 @@ def test_shares_of_split_weights_that_hold(monkeypatch):
         if checks is split:
             checks.shards_of_head(hidden, weight, params, probe.draw(hidden, weight, 300, params))
     assert not split.report.forbidden
-    for op in ("linear(48, 48)", "experts", "head"):
+    for op in ("linear(48, 48)", EXPERTS, "head(300, 48)"):
         assert split.report.comparisons[op] > whole.report.comparisons.get(op, 0)
 
 
@@ -136,7 +139,7 @@ def test_an_expert_schedule_that_differs_is_dropped(checks, monkeypatch):
 
     monkeypatch.setattr(grouped_gemm, "stream", wrong)
     checks.experts()
-    assert checks.report.forbidden == ["experts: stream32"]
+    assert checks.report.forbidden == [f"{EXPERTS}: stream32"]
     assert "stream32" not in grouped_gemm.schedules()
 
 
@@ -145,5 +148,106 @@ def test_without_another_schedule_the_device_is_refused(checks, monkeypatch):
     with pytest.raises(ContractError, match="every schedule is forbidden"):
         checks.experts()
     rowwise = iter([torch.zeros(4, 2), torch.ones(1, 2)])
-    with pytest.raises(ContractError, match=r"op is not exact .* 2 of 2 values differ \(rows 3\.\.3 alone"):
+    with pytest.raises(ContractError, match=r"op is not exact .* 2 of 2 values differ \(triton, rows 3\.\.3 alone"):
         checks.rowwise("op", lambda x: next(rowwise), torch.zeros(4, 2), (1,))
+
+
+ATTENTION = "attention(chunk64, 4/2 heads of 16)"
+
+
+@pytest.fixture
+def some_attention(monkeypatch):
+    """In place of the kernels, whose products the interpreter orders by their shapes: a row's result is its query. What
+    a schedule in `wrong` computes is one too much."""
+    wrong = {}
+    monkeypatch.setattr(attention.attention_hopper, "supports", lambda *_, **__: True)
+
+    def result(q, schedule):
+        return q + wrong.get(schedule, 0)
+
+    def varlen(q, k, v, packed, contract):
+        return result(q, attention.prefill_schedule(q, k, v, paged=False))
+
+    def forward(q, k, v, cu_seqlens, *, plan, schedule):
+        return result(q, schedule), None
+
+    def paged(q, k, v, batch, contract):
+        lengths = torch.tensor(batch._query_lens).repeat_interleave(torch.tensor(batch._query_lens))
+        chunks, decodes = attention.prefill_schedule(q, k, v, paged=True), attention.decode_schedule(q, k, v)
+        return torch.where((lengths == 1)[:, None, None], result(q, decodes), result(q, chunks))
+
+    monkeypatch.setattr(probe, "varlen_attention", varlen)
+    monkeypatch.setattr(probe, "paged_attention", paged)
+    monkeypatch.setattr(attention, "varlen_forward", forward)
+    return wrong
+
+
+def test_attention_that_holds(checks, some_attention):
+    checks.attention()
+    assert not checks.report.forbidden
+    assert checks.report.comparisons[ATTENTION] > 12
+
+
+@pytest.mark.parametrize(
+    "names", [(attention.HOPPER,), (attention.SPLIT,), (attention.HOPPER, attention.SPLIT)], ids=" ".join
+)
+def test_an_attention_schedule_that_differs_is_dropped_and_another_takes_its_rows(
+    checks, some_attention, names, caplog
+):
+    some_attention.update(dict.fromkeys(names, 1))
+    checks.attention()
+    assert checks.report.forbidden == [f"{ATTENTION}: {name}" for name in names]
+    assert attention.forbidden() == set(names)
+    for name in names:
+        assert f"schedule {name} of {ATTENTION} differs ({name}, " in caplog.text
+
+
+def test_attention_without_another_schedule_is_refused_by_shape_and_schedule(checks, some_attention, monkeypatch):
+    some_attention[attention.HOPPER] = some_attention[attention.SPLIT] = 1
+    monkeypatch.setattr(attention, "forbid", lambda name: attention._forbidden.add(name) or some_attention.pop(name))
+    paged = probe.paged_attention
+    monkeypatch.setattr(probe, "paged_attention", lambda *given: paged(*given) + 1)
+    with pytest.raises(ContractError) as error:
+        checks.attention()
+    for words in (ATTENTION, "(prefill:triton, chunks, last 5 rows, pages of 16)", "trainer=stock"):
+        assert words in str(error.value)
+
+
+def test_a_library_that_differs_names_the_other_contract(some_attention, monkeypatch):
+    checks = IntegerProbe(torch.device("cpu"), SHAPES, "fa3", ProbeReport("fa3", ()))
+    paged = probe.paged_attention
+    monkeypatch.setattr(probe, "paged_attention", lambda *given: paged(*given) + 1)
+    with pytest.raises(ContractError, match=r"attention\(fa3, 4/2 heads of 16\).*\(fa3, .*attention=chunk64 on both"):
+        checks.attention()
+
+
+def test_a_head_schedule_that_differs_is_dropped(checks, monkeypatch):
+    def some(hidden, wrong):
+        return hidden[:, 0].float() + wrong * (head.schedule_of(len(hidden)) == head.STREAM)
+
+    class Drawn:
+        def __init__(self, hidden):
+            self.log_prob_B, self.token_B = some(hidden, 1), hidden[:, 1].long()
+
+    monkeypatch.setattr(probe, "draw", lambda hidden, *_: Drawn(hidden))
+    monkeypatch.setattr(probe, "token_log_probs", lambda hidden, *_: (some(hidden, 1), None))
+    checks.head()
+    assert checks.report.forbidden == ["head(64, 48): stream"]
+    assert head.schedule_of(1) == head.SLABS
+
+
+def test_swiglu_in_a_product_that_differs_is_dropped(checks, monkeypatch):
+    few = few_rows.swiglu
+    monkeypatch.setattr(few_rows, "swiglu", lambda x, w: None if (got := few(x, w)) is None else got + 1)
+    x, weight = checks.random(16, 128), checks.random(64, 128)
+    product = torch.empty(16, 64, dtype=torch.bfloat16)
+    gemm.REFERENCE.run(x, weight, None, product)
+    checks.gate_up(x, weight, product)
+    assert checks.report.forbidden == [f"gate_up(64, 128): {few_rows.SWIGLU}"]
+    assert few_rows.swiglu(x, weight) is None
+
+
+@pytest.mark.parametrize("module", [attention, few_rows, head], ids=lambda module: module.__name__.split(".")[-1])
+def test_what_no_other_schedule_can_stand_in_for_is_not_forbidden(module):
+    with pytest.raises(ContractError, match="can be forbidden; there"):
+        module.forbid("slabs")

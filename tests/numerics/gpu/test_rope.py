@@ -73,10 +73,14 @@ def test_writes_keys_and_values_into_pages(slot_dtype):
     assert same_bits(lean, q)
 
 
+LAYOUTS = [(6, 3, 24), (14, 2, 64), (4, 4, 80), (8, 1, 96), (16, 8, 128), (8, 4, 256)]
+
+
 @pytest.mark.parametrize("qk_norm", [True, False])
-def test_gradients(qk_norm):
-    case = _Case(5, 6, 3, 24, qk_norm)
-    grads = values(5, 6, 24, seed=7), values(5, 3, 24, seed=8)
+@pytest.mark.parametrize(("q_heads", "kv_heads", "head_dim"), LAYOUTS)
+def test_gradients(q_heads, kv_heads, head_dim, qk_norm):
+    case = _Case(5, q_heads, kv_heads, head_dim, qk_norm)
+    grads = values(5, q_heads, head_dim, seed=7), values(5, kv_heads, head_dim, seed=8)
     got = rope.qk_norm_rope_backward(*grads, case.q, case.k, *case.weights, EPS, case.cos, case.sin)
     for index, x in enumerate((case.q, case.k)):
         x, weight = x.double().requires_grad_(), case.weights[index]

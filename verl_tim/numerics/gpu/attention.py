@@ -2,6 +2,9 @@
 
 The rule is that of `verl_tim.numerics.attention` with base 2 exponents; `attention_block` is its arithmetic. A row has
 the same bits from every function here, whatever the tiles, the batch, the page size and the cut of the chunks.
+
+Schedules: `REFERENCE`, plain Triton, serves every row; `HOPPER` serves prefill and `SPLIT` decodes where they can,
+until `forbid` says that a device does not keep to the rule there (`probe` compares each with the reference).
 """
 
 from __future__ import annotations
@@ -15,6 +18,37 @@ from verl_tim.numerics.gpu.attention_decode import decode, scratch_elements
 from verl_tim.numerics.gpu.attention_plan import STATE_SLOTS, PackedPlan, PagedPlan
 
 MAX_HEAD_DIM = 256
+
+REFERENCE, HOPPER, SPLIT = "prefill:triton", "prefill:hopper", "decode:split"
+_forbidden: set[str] = set()
+
+
+def forbid(name: str) -> None:
+    """Never take this schedule again in this process: `REFERENCE` takes its rows. Plans made before keep theirs.
+
+    Raises:
+        ContractError: no schedule that another one can stand in for has that name.
+    """
+    if name not in (HOPPER, SPLIT):
+        raise ContractError(f"attention: no schedule {name!r} that can be forbidden; there are {HOPPER}, {SPLIT}")
+    _forbidden.add(name)
+
+
+def forbidden() -> frozenset[str]:
+    """Names that `forbid` was given."""
+    return frozenset(_forbidden)
+
+
+def prefill_schedule(q_THD: Tensor, k: Tensor, v: Tensor, *, paged: bool) -> str:
+    """Which schedule takes the sequences of these tensors that have more than one row."""
+    if HOPPER not in _forbidden and attention_hopper.supports(q_THD, k, v, paged=paged):
+        return HOPPER
+    return REFERENCE
+
+
+def decode_schedule(q_THD: Tensor, k: Tensor, v: Tensor) -> str:
+    """Which schedule takes the sequences of these tensors, keys in pages, that have one row."""
+    return prefill_schedule(q_THD, k, v, paged=True) if SPLIT in _forbidden else SPLIT
 
 
 def _check(q_THD: Tensor, k: Tensor, v: Tensor) -> None:
@@ -37,9 +71,10 @@ def _prefill(
     lse_HT: Tensor | None,
     plan: PackedPlan | PagedPlan,
     block_table_SM: Tensor | None,
+    schedule: str | None = None,
 ) -> None:
-    """The fastest schedule that serves these tensors; all give the same bits."""
-    hopper = attention_hopper.supports(q_THD, k, v, paged=block_table_SM is not None)
+    """The named schedule, by default the fastest that serves these tensors; all give the same bits."""
+    hopper = (schedule or prefill_schedule(q_THD, k, v, paged=block_table_SM is not None)) == HOPPER
     rows = attention_hopper.ROWS if hopper else attention_prefill.prefill_config(q_THD.shape[2], q_THD.device)["ROWS"]
     tiles_N4 = plan.query_tiles(rows)
     if tiles_N4 is None:
@@ -57,6 +92,7 @@ def varlen_forward(
     cu_seqlens_S1: Tensor,
     *,
     plan: PackedPlan | None = None,
+    schedule: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of packed sequences.
 
@@ -65,6 +101,7 @@ def varlen_forward(
             Rows of no sequence must be finite.
         cu_seqlens_S1: int32 [S + 1].
         plan: of the same sequences; shared by all layers. Built on the device when absent.
+        schedule: `REFERENCE` or `HOPPER`; the fastest that serves when absent.
 
     Returns:
         (out bfloat16 [T, heads, D], natural log-sum-exp float32 [heads, T]); zeros in rows beyond cu_seqlens[-1].
@@ -76,7 +113,7 @@ def varlen_forward(
     allocate = torch.empty if plan.num_rows == rows else torch.zeros
     out = allocate(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device)
     lse = allocate(heads, rows, dtype=torch.float32, device=q_THD.device)
-    _prefill(q_THD, k_THD, v_THD, out, lse, plan, None)
+    _prefill(q_THD, k_THD, v_THD, out, lse, plan, None, schedule)
     return out, lse
 
 
@@ -152,6 +189,7 @@ def paged_forward(
             num_rows=rows,
             max_query_len=max_query_len,
             max_context_len=max_context_len,
+            split_decodes=SPLIT not in _forbidden,
         )
     _prefill(q_THD, k_pages_PSHD, v_pages_PSHD, out, None, plan, block_table_SM)
     if plan.decode is not None:

@@ -9,7 +9,6 @@ multiple of 64.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -24,7 +23,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from verl_tim.numerics.contract import CHUNK_KEYS, KEY_BLOCK, deciding_device
 from verl_tim.numerics.gpu.attention_block import LOG2_E
-from verl_tim.numerics.gpu.processor import multiprocessors
+from verl_tim.numerics.gpu.processor import is_hopper, multiprocessors
 
 ROWS = 128
 HEAD_DIMS = (64, 128)
@@ -476,8 +475,8 @@ def _prefill(
 def supports(q_THD: Tensor, k: Tensor, v: Tensor, paged: bool) -> bool:
     """Whether this schedule serves these tensors: sm_90, head dim 64 or 128, heads side by side in a row, whole rows
     contiguous in a page, pages of 16, 32 or a multiple of 64."""
-    dim, device = q_THD.shape[-1], deciding_device(q_THD)
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9 or dim not in HEAD_DIMS:
+    dim = q_THD.shape[-1]
+    if dim not in HEAD_DIMS or not is_hopper(deciding_device(q_THD)):
         return False
     for x in (q_THD, k, v):
         if x.stride(-2) != dim or x.stride(-3) % 8 or x.data_ptr() % 16:

@@ -249,6 +249,7 @@ class PagedPlan:
             built on the device with room for `num_rows` rows.
         max_query_len: 1 promises a step of decodes only.
         max_context_len: bound on the context lengths.
+        split_decodes: False where a device does not keep the order of the decode kernel: decodes are tiles, too.
     """
 
     def __init__(
@@ -262,6 +263,7 @@ class PagedPlan:
         max_context_len: int = 1 << 30,
         query_lens: Sequence[int] | None = None,
         context_lens: Sequence[int] | None = None,
+        split_decodes: bool = True,
     ) -> None:
         self._query_start_S1, self._context_len_S = query_start_S1, context_len_S
         self._device = context_len_S.device
@@ -270,20 +272,21 @@ class PagedPlan:
         if query_lens is not None and context_lens is not None:
             self._lens = (list(query_lens), list(context_lens))
         self._tiles: dict[int, Tensor | None] = {}
+        self._fewest_rows = 2 if split_decodes else 1  # of a sequence that is cut into tiles
         self.decode: DecodePlan | None = None
-        if self._lens is None or min(self._lens[0]) == 1:
+        if split_decodes and (self._lens is None or min(self._lens[0]) == 1):
             self.decode = DecodePlan(context_len_S.shape[0], num_kv_heads, self._device, max_context=max_context_len)
             self.decode.refresh(query_start_S1, context_len_S)
 
     def query_tiles(self, rows: int) -> Tensor | None:
-        """int32 [N, 4] tiles of the sequences with more than one row: (first row, live rows, position of the first
-        row, sequence); None when there are none."""
+        """int32 [N, 4] tiles of the sequences that `decode` does not take: (first row, live rows, position of the
+        first row, sequence); None when there are none."""
         if rows not in self._tiles:
             self._tiles[rows] = self._build(rows)
         return self._tiles[rows]
 
     def _build(self, rows: int) -> Tensor | None:
-        if self._max_query_len <= 1:
+        if self._max_query_len < self._fewest_rows:
             return None
         if self._lens is None:
             bounds = self._query_start_S1.to(torch.int64)
@@ -292,10 +295,10 @@ class PagedPlan:
         else:
             length, context = (torch.tensor(x, dtype=torch.int64) for x in self._lens)
             start = length.cumsum(0) - length
-            bound = int(torch.where(length > 1, (length + rows - 1) // rows, 0).sum())
+            bound = int(torch.where(length >= self._fewest_rows, (length + rows - 1) // rows, 0).sum())
             if bound == 0:
                 return None
-        live = torch.where(length > 1, length, 0)
+        live = torch.where((length >= self._fewest_rows) & (context > 0), length, 0)
         sequence = torch.arange(length.shape[0], device=length.device)
         tiles = tile_list(start, live, context - length, sequence, rows, bound)
         return tiles if self._lens is None else _to_device(tiles, self._device)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from verl_tim.numerics.gpu.attention import paged_forward, varlen_backward, varlen_forward
+from verl_tim.numerics.gpu.attention import SPLIT, forbidden, paged_forward, varlen_backward, varlen_forward
 from verl_tim.numerics.gpu.attention_plan import PackedPlan, PagedPlan
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def paged(q_THD: Tensor, k_pages_PSHD: Tensor, v_pages_PSHD: Tensor, batch: Page
         layout.plan = PagedPlan(
             layout.query_start_S1, layout.context_len_S, num_kv_heads=k_pages_PSHD.shape[2], num_rows=q_THD.shape[0],
             max_query_len=batch.max_query, max_context_len=batch.max_context,
-            query_lens=layout.query_lens, context_lens=layout.context_lens,
+            query_lens=layout.query_lens, context_lens=layout.context_lens, split_decodes=SPLIT not in forbidden(),
         )  # fmt: skip
     # Rows of no sequence must be zero; where there are none, nothing needs to be filled.
     out = torch.empty(q_THD.shape, dtype=q_THD.dtype, device=q_THD.device) if batch.num_rows == len(q_THD) else None

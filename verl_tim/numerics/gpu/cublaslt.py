@@ -71,9 +71,21 @@ def library() -> ctypes.CDLL | None:
     return lib
 
 
+class _StatusError(Exception):
+    """A call of the library failed. Whoever knows the product says of which (`_of_product`)."""
+
+
 def _check(status: int, what: str) -> None:
     if status != 0:
-        raise ContractError(f"cuBLASLt: {what} gave status {status}; gemm.forbid('cublaslt:0') takes another schedule")
+        raise _StatusError(f"{what} gave status {status}")
+
+
+def _of_product(error: _StatusError, schedule: str, x_TK: Tensor, weight_NK: Tensor, out_TN: Tensor) -> ContractError:
+    return ContractError(
+        f"linear, schedule {schedule}: cuBLASLt's {error} for x {tuple(x_TK.shape)}, weight {tuple(weight_NK.shape)}, "
+        f"out {out_TN.dtype}: report the device, or take rollout=stock trainer=stock (as a library: "
+        "gemm.forbid('cublaslt:0') and each other cublaslt schedule takes Triton's)"
+    )
 
 
 def _new(create: str, *args: Any) -> int:
@@ -299,16 +311,29 @@ def serves(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out_TN: Tenso
     if x_TK.is_meta:
         _rehearse(x_TK, weight_NK, bias_N, out_TN)
         return True
-    return bool(_offered(x_TK, weight_NK, bias_N, out_TN))
+    try:
+        return bool(_offered(x_TK, weight_NK, bias_N, out_TN))
+    except _StatusError as error:
+        raise _of_product(error, "cublaslt", x_TK, weight_NK, out_TN) from error
 
 
 def run(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out_TN: Tensor, rank: int = 0) -> None:
     """Write x W^T (+ bias) to `out_TN`; the tensors must be such as `serves` accepts.
 
     rank: which of the heuristic's admitted favourites runs, 0 the first; the last one where there are fewer.
+
+    Raises:
+        ContractError: the library has no algorithm, or fails; names the schedule and the shapes.
     """
     if x_TK.is_meta:
         return  # the library brings its kernels: nothing to compile
+    try:
+        _run(x_TK, weight_NK, bias_N, out_TN, rank)
+    except _StatusError as error:
+        raise _of_product(error, f"cublaslt:{rank}", x_TK, weight_NK, out_TN) from error
+
+
+def _run(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out_TN: Tensor, rank: int) -> None:
     offered = _offered(x_TK, weight_NK, bias_N, out_TN)
     if not offered:
         raise ContractError(

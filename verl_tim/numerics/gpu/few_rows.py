@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from verl_tim.numerics.contract import ContractError
 from verl_tim.numerics.gpu.activation import silu_times
 from verl_tim.numerics.gpu.operand import require_rows, require_shape
 from verl_tim.numerics.gpu.overlap import begin, launch
@@ -106,6 +107,19 @@ def _few_rows_swiglu(
 SWIGLU_ROWS = 16
 """Up to here `swiglu` beats a product and a pass over it."""
 _SWIGLU = {"BM": 16, "BN": 32, "BK": 128, "num_warps": 4, "num_stages": 4}
+SWIGLU = "swiglu in the product"
+_forbidden: set[str] = set()
+
+
+def forbid(name: str) -> None:
+    """Never take `SWIGLU` again in this process: a product and a pass over it take its place.
+
+    Raises:
+        ContractError: another name.
+    """
+    if name != SWIGLU:
+        raise ContractError(f"gate_up: no schedule {name!r} that can be forbidden; there is {SWIGLU!r}")
+    _forbidden.add(name)
 
 
 def swiglu(x_TK: Tensor, weight_JK: Tensor, config: dict[str, int] | None = None) -> Tensor | None:
@@ -115,7 +129,7 @@ def swiglu(x_TK: Tensor, weight_JK: Tensor, config: dict[str, int] | None = None
         x_TK: bfloat16 [T, K], T up to `SWIGLU_ROWS`; weight_JK: bfloat16 [2 I, K], gate rows first. Contiguous rows.
 
     Returns:
-        bfloat16 [T, I]; None where K is no multiple of the kernel's step.
+        bfloat16 [T, I]; None where K is no multiple of the kernel's step, or after `forbid`.
 
     Raises:
         ContractError: dtypes or shapes that do not fit.
@@ -125,7 +139,7 @@ def swiglu(x_TK: Tensor, weight_JK: Tensor, config: dict[str, int] | None = None
     options = config or _SWIGLU
     rows, inner = x_TK.shape
     outputs = weight_JK.shape[0] // 2
-    if inner % options["BK"]:
+    if inner % options["BK"] or SWIGLU in _forbidden:
         return None
     out_TI = torch.empty(rows, outputs, dtype=x_TK.dtype, device=x_TK.device)
     _few_rows_swiglu[(triton.cdiv(outputs, options["BN"]), triton.cdiv(rows, options["BM"]))](

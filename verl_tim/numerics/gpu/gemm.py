@@ -126,6 +126,11 @@ def _choose(rows: int, outputs: int, inner: int, device: torch.device) -> Schedu
     raise _nothing_left(rows, outputs, inner)
 
 
+def choice(rows: int, outputs: int, inner: int, device: torch.device) -> str:
+    """Name of the schedule that serves such a product, for messages."""
+    return _choose(rows, outputs, inner, device).name
+
+
 def _nothing_left(rows: int, outputs: int, inner: int) -> ContractError:
     return ContractError(
         f"gemm: every schedule for {rows} rows, weight ({outputs}, {inner}) is forbidden "

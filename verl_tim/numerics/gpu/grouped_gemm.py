@@ -248,7 +248,10 @@ def choose(rows: int, num_experts: int) -> str:
     for name in (*fitting, f"stream{_LARGE_BLOCK}", "torch", *allowed):
         if name in allowed:
             return name
-    raise ContractError("grouped gemm: every schedule is forbidden; this device has no exact grouped GEMM")
+    raise ContractError(
+        f"grouped gemm: every schedule is forbidden ({', '.join(sorted(_forbidden))}), wanted for {rows} rows of "
+        f"{num_experts} experts; this device has no exact grouped GEMM: use rollout=stock trainer=stock"
+    )
 
 
 def check_operands(x: Tensor, gate_up_EJD: Tensor, down_EDI: Tensor, ranks: int = 1) -> None:

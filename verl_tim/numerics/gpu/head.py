@@ -4,9 +4,10 @@ Rule: logits = hidden W^T as `gemm` accumulates them, never rounded; z = logits 
 scores at 1); per tile of `TILE` columns the maximum m_j and the sum s_j of exp(z - m_j); M = max m_j;
 sum = sum_j s_j exp(m_j - M), both sums by a pairwise tree; log-prob = (z[token] - M) - log(sum).
 
-Free: where the logits live. `_from_logits` reads them from slabs that cuBLAS wrote (bounded memory; many rows),
+Free: where the logits live. `_from_logits` reads them from slabs that `gemm` wrote (bounded memory; many rows),
 `_from_weights` takes them from the accumulators of a streaming product (few rows, nothing written). Both hand the same
-block to the same function (`vocabulary_tile.store_parts`); one kernel merges.
+block to the same function (`vocabulary_tile.store_parts`); one kernel merges. The names of these two schedules are
+`SLABS`, which serves any number of rows and is what `probe` compares with, and `STREAM`, until `forbid`.
 """
 
 from __future__ import annotations
@@ -32,6 +33,25 @@ _LARGE_ROWS = 1024
 _CHUNK_ROWS = 4096
 _GROUP = 16  # tiles per program of `_from_logits`
 _FEW_ROWS = 64  # up to here the weights stream once and logits stay in registers
+
+SLABS, STREAM = "slabs", "stream"
+_forbidden: set[str] = set()
+
+
+def forbid(name: str) -> None:
+    """Never take this schedule again in this process: `SLABS` takes its rows.
+
+    Raises:
+        ContractError: no schedule that another one can stand in for has that name.
+    """
+    if name != STREAM:
+        raise ContractError(f"head: no schedule {name!r} that can be forbidden; there is {STREAM}")
+    _forbidden.add(name)
+
+
+def schedule_of(rows: int) -> str:
+    """Which schedule takes so many rows."""
+    return STREAM if rows <= _FEW_ROWS and STREAM not in _forbidden else SLABS
 
 
 # Pointers to one value per row or per row and tile: their alignment varies with the batch, and compiles nothing better.
@@ -337,7 +357,7 @@ def _fill_parts(
 ) -> Parts:
     """Parts of all tiles; with a part of the vocabulary, its own are computed here and the others gathered."""
     if weight_VD.shape[0]:
-        fill = parts_by_stream if hidden_TD.shape[0] <= _FEW_ROWS else parts_by_slabs
+        fill = parts_by_stream if schedule_of(hidden_TD.shape[0]) == STREAM else parts_by_slabs
         fill(hidden_TD, weight_VD, rows, parts, part)
     return parts if part is None else _gather_parts(parts, rows, part)
 

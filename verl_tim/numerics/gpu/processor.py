@@ -20,6 +20,12 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
+@cache
+def is_hopper(device: torch.device) -> bool:
+    """Whether it is a GPU of compute capability 9."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
 def shared_bytes(device: torch.device) -> int:
     """Shared memory that one program may take; that of an H100 in the interpreter."""
     return _shared_bytes(deciding_device(device))
