@@ -8,10 +8,11 @@ import torch
 
 
 def share_file(prefix: Path, buffer: torch.Tensor) -> tuple[str, int]:
-    """Move a sender's buffer into a file; its handle."""
+    """Move a sender's buffer, with what is in it, into a file; its handle."""
     path = next(path for n in range(99) if not (path := prefix.with_name(f"{prefix.name}.{n}")).exists())
     size = buffer.numel()
-    buffer.set_(torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8))
+    mapped = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
+    buffer.set_(mapped.copy_(buffer))  # it is shared when it is full
     return str(path), size
 
 
