@@ -12,8 +12,10 @@ from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorke
 
 from verl_tim.rollout import gathered_puts
 from verl_tim.rollout.agent_loop import SeededResponses, marks
+from verl_tim.rollout.own_reward import own_reward_worker
 from verl_tim.rollout.recorded import RECORD_PARAM
 from verl_tim.rollout.routes import CheckedRoutes
+from verl_tim.training.config import TimConfig
 
 # verl decorates the class with ray.remote where it defines it; Ray keeps the plain class for inheritance.
 _actor_class: Any = AgentLoopWorkerTQ
@@ -28,6 +30,8 @@ class SeededWorkerV1(SeededResponses, CheckedRoutes, _PlainWorkerTQ):
         # actor's; a shipped `super()` then refers to a copy of the class. Defined here, it is found by name.
         super().__init__(*args, **kwargs)
         gathered_puts.gather(agent_loop_tq)
+        if self.reward_loop_worker_handles is not None and TimConfig.of(self.config).reward_in_loop:
+            self.reward_loop_worker_handles = [own_reward_worker(self.config)]
         self._failures: list[str] = []
 
     async def _run_prompt(self, *args: Any, **kwargs: Any) -> None:
