@@ -75,8 +75,12 @@ def test_the_trainer_has_its_groups_again_after_a_failure(tim):
     trainer = object.__new__(TimTrainerSync)
     group = Group()
     trainer.tim, trainer.processor, trainer.actor_rollout_wg = tim, None, group
-    with pytest.raises(KeyError), trainer._lean_workers():
-        assert isinstance(trainer.actor_rollout_wg, LeanWorkers) == (tim is not None)
-        raise KeyError
+
+    def fails():
+        with trainer._lean_workers():
+            assert isinstance(trainer.actor_rollout_wg, LeanWorkers) == (tim is not None)
+            raise KeyError
+
+    pytest.raises(KeyError, fails)
     assert trainer.actor_rollout_wg is group
     assert not hasattr(trainer, "ref_policy_wg")

@@ -1,10 +1,10 @@
 """Rewards in the agent loop's own process (`tim.reward_in_loop`), for rules that take microseconds.
 
-verl 0.9.1, experimental/agent_loop/agent_loop.py:1026: each response goes to a reward worker, an actor of Ray's, and its
-score comes back. Of a small model's short responses those two messages cost more than anything else that is done for
-one. `OwnRewardWorker` stands in the place of the actor's handle, with verl's class of that worker behind it. A reward
-that takes long would keep the loop from its other responses. Unnecessary once verl lets a loop score. No upstream issue
-is known.
+verl 0.9.1, experimental/agent_loop/agent_loop.py:1026: each response goes to a reward worker, an actor of Ray's, and
+its score comes back. Of a small model's short responses those two messages are a tenth of what a step costs the
+machine's cores. `OwnRewardWorker` stands in the place of the actor's handle, with verl's class of that worker behind
+it. A reward that takes long would keep the loop from its other responses. Unnecessary once verl lets a loop score. No
+upstream issue is known.
 """
 
 from __future__ import annotations

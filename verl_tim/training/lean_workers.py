@@ -1,10 +1,10 @@
-"""What the trainer's workers get of a batch: tensors, and nothing of what is said about its responses in Python objects.
+"""What the trainer's workers get of a batch: tensors, and none of the Python objects that say things of its responses.
 
 verl 0.9.1, trainer/ppo/v1/trainer_base.py:1658, 1707, 1860: a worker gets every field that the batch has. Beside
 tensors those are some fifteen Python objects for each response: its messages, what its data set says of it, what its
 rollout said. Each of them is packed, sent, unpacked, chosen for its mini-batch and its micro-batch, and "moved" to the
-device, and nothing that a worker computes looks at it: of a small model that is most of what a step costs its trainer's
-core. Unnecessary once verl names the fields that a worker reads. No upstream issue is known.
+device, and nothing that a worker computes looks at it: of a small model that is half of what a step costs its worker.
+Unnecessary once verl names the fields that a worker reads. No upstream issue is known.
 """
 
 from __future__ import annotations
