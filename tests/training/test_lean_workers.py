@@ -81,6 +81,7 @@ def test_the_trainer_has_its_groups_again_after_a_failure(tim):
             assert isinstance(trainer.actor_rollout_wg, LeanWorkers) == (tim is not None)
             raise KeyError
 
-    pytest.raises(KeyError, fails)
+    with pytest.raises(KeyError):
+        fails()
     assert trainer.actor_rollout_wg is group
     assert not hasattr(trainer, "ref_policy_wg")

@@ -25,12 +25,15 @@ _PlainWorkerTQ: Any = _actor_class.__ray_metadata__.modified_class.__ray_actor_c
 class SeededWorkerV1(SeededResponses, CheckedRoutes, _PlainWorkerTQ):
     """Worker of the V1 trainer, which numbers the responses of a prompt itself (`session_id`)."""
 
+    reward_loop_worker_handles: list[Any] | None
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # Ray ships inherited methods by value when their class cannot be found by name, as here, where the name is the
         # actor's; a shipped `super()` then refers to a copy of the class. Defined here, it is found by name.
         super().__init__(*args, **kwargs)
-        gathered_puts.gather(agent_loop_tq)
-        if self.reward_loop_worker_handles is not None and TimConfig.of(self.config).reward_in_loop:
+        tim = TimConfig.of(self.config)
+        gathered_puts.gather(agent_loop_tq, poll_interval=tim.poll_interval)
+        if self.reward_loop_worker_handles is not None and tim.reward_in_loop:
             self.reward_loop_worker_handles = [own_reward_worker(self.config)]
         self._failures: list[str] = []
 

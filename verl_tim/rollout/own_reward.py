@@ -10,7 +10,7 @@ upstream issue is known.
 from __future__ import annotations
 
 import asyncio
-import copy
+import pickle
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -25,15 +25,17 @@ class OwnRewardWorker:
     """
 
     def __init__(self, make: Callable[[], Any]) -> None:
-        self._make, self._worker = make, None
+        self._make = make
+        self._worker: Any = None
         self.compute_score = _Method(self._compute_score)
 
     async def _compute_score(self, data: DataProto) -> dict[str, Any]:
         if self._worker is None:
             # it keeps the event loop that it is made in
             self._worker = self._make()
-        # a message is a copy, and a reward manager writes into what it is given
-        own = DataProto(batch=data.batch, non_tensor_batch=copy.deepcopy(data.non_tensor_batch))
+        # a message is a copy, and a reward manager writes into what it is given; pickle is quicker than deepcopy
+        objects = pickle.loads(pickle.dumps(data.non_tensor_batch, protocol=pickle.HIGHEST_PROTOCOL))
+        own = DataProto(batch=data.batch, non_tensor_batch=objects)
         result: dict[str, Any] = await self._worker.compute_score(own)
         return result
 
