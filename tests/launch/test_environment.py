@@ -115,7 +115,7 @@ from verl_tim.launch.start import composed
 
 config = composed([
     "recipe=cpu_grpo", "+tim.launch.env.LAUNCH_TEST='two words'", "++ray_kwargs.ray_init.address=ADDRESS",
-    *(f"++ray_kwargs.ray_init.{key}=null" for key in ("num_cpus", "num_gpus", "object_store_memory")),
+    *(f"++ray_kwargs.ray_init.{key}=null" for key in ("num_cpus", "num_gpus", "object_store_memory", "_system_config")),
 ])
 environment.add_to_workers(config)
 prepare.resolve(config)

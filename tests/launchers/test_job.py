@@ -33,6 +33,7 @@ def test_the_words_say_the_run_completely(tmp_path, monkeypatch):
     # a driver that joins a cluster must not say how large it is
     ray = config.ray_kwargs.ray_init
     assert (ray.address, ray.num_cpus, ray.num_gpus, ray.object_store_memory) == ("auto", None, None, None)
+    assert ray._system_config is None
     assert made.ray_cpus == 16
 
 

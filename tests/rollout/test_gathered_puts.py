@@ -148,10 +148,11 @@ async def test_a_caller_that_is_cancelled_takes_no_other_sample_with_it():
 def test_verls_module_gets_them_once_and_the_rest_of_the_queue():
     queue = Queue()
     module = SimpleNamespace(tq=queue, list_of_dict_to_tensordict=list_of_dict_to_tensordict)
-    gather(module)
-    gather(module)
+    gather(module, poll_interval=0.3)
+    gather(module, poll_interval=0.3)
     assert isinstance(module.tq, GatheredPuts)
     assert module.tq._queue is queue
+    assert module.tq._seconds == pytest.approx(0.1), "of the time between two looks a third"
     assert module.tq.kv_list() == "the queue's own"
     assert module.list_of_dict_to_tensordict is rows_as_they_are
 

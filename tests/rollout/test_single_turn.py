@@ -1,7 +1,11 @@
-"""verl's single-turn loop is made once, of what the worker gives; a user's own stays."""
+"""verl's single-turn loop is made once, of what the worker gives, without Hydra; a user's own stays."""
 
 from __future__ import annotations
 
+import asyncio
+from types import SimpleNamespace
+
+import hydra
 import pytest
 from verl.experimental.agent_loop import agent_loop
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
@@ -20,6 +24,7 @@ class Config(dict):
 def registry(monkeypatch):
     found = dict(agent_loop._agent_loop_registry)
     monkeypatch.setattr(agent_loop, "_agent_loop_registry", found)
+    monkeypatch.setattr(agent_loop, "hydra", hydra)
     monkeypatch.setattr(single_turn, "_made", None)
     return found
 
@@ -42,15 +47,100 @@ def given(monkeypatch):
 
 
 @pytest.mark.asyncio
-async def test_hydra_makes_one_as_verls_worker_asks_for_it(registry, given):
-    import hydra
-
+async def test_one_is_made_as_verls_worker_asks_for_it(registry, given, monkeypatch):
+    by_hydra = hydra.utils.instantiate(config=registry[NAME], **given)
     single_turn.share()
-    first, second = (hydra.utils.instantiate(config=registry[NAME], **given) for _ in range(2))
-    assert type(first) is SingleTurnAgentLoop
+    monkeypatch.setattr(hydra.utils, "instantiate", lambda *args, **kwargs: pytest.fail("Hydra was asked"))
+    first, second = (agent_loop.hydra.utils.instantiate(config=registry[NAME], **given) for _ in range(2))
+    assert isinstance(first, SingleTurnAgentLoop)
     assert first is second
-    assert first.tokenizer is given["tokenizer"]
     assert first.response_length == 4
+    own = vars(first)
+    assert own.pop("_prompts") == {}
+    assert own == {**vars(by_hydra), "continuous_token_builder": own["continuous_token_builder"]}
+
+
+def test_all_else_is_hydras(registry):
+    single_turn.share()
+    entry = {"_target_": "builtins.dict", "a": 1}
+    assert agent_loop.hydra.utils.instantiate(config=entry) == {"a": 1}
+    assert agent_loop.hydra.utils.get_class is hydra.utils.get_class
+    assert agent_loop.hydra.compose is hydra.compose
+
+
+class Builder:
+    """Counts what is encoded; a prompt's tokens are its letters."""
+
+    def __init__(self):
+        self.built = []
+
+    def build_initial_tokens(self, messages, **kwargs):
+        self.built.append(messages[0]["content"])
+        if not messages[0]["content"]:
+            raise ValueError("an empty prompt")
+        return list(map(ord, messages[0]["content"]))
+
+
+@pytest.mark.asyncio
+async def test_responses_of_one_prompt_share_its_tokens_and_none_can_change_anothers(registry, given):
+    loop = single_turn.shared(**given)
+    loop.continuous_token_builder = builder = Builder()
+    abc, other = [{"role": "user", "content": "abc"}], [{"role": "user", "content": "abc"}]
+    asked = [loop.ct_build_initial_tokens(list(messages), images=None) for messages in (abc, abc, other, abc)]
+    tokens = await asyncio.gather(*asked)
+    assert tokens == [[97, 98, 99]] * 4
+    assert builder.built == ["abc", "abc"], "once for each prompt, also where two prompts have the same text"
+    tokens[0].append(1)
+    assert await loop.ct_build_initial_tokens(list(abc)) == [97, 98, 99]
+    assert await loop.ct_build_initial_tokens([{"role": "user", "content": "abcdefghijkl"}]) == [*b"efghijkl"], (
+        "verl's cut"
+    )
+
+
+@pytest.mark.asyncio
+async def test_few_prompts_are_kept(registry, given, monkeypatch):
+    monkeypatch.setattr(single_turn, "_KEPT_PROMPTS", 2)
+    loop = single_turn.shared(**given)
+    loop.continuous_token_builder = builder = Builder()
+    prompts = [[{"role": "user", "content": letter}] for letter in "abc"]
+    for prompt in (*prompts, prompts[2], prompts[1], prompts[0]):
+        await loop.ct_build_initial_tokens(prompt)
+    assert builder.built == ["a", "b", "c", "a"]
+    assert len(loop._prompts) == 2
+
+
+@pytest.mark.asyncio
+async def test_a_prompt_that_cannot_be_encoded_fails_all_its_responses_and_no_other(registry, given):
+    loop = single_turn.shared(**given)
+    loop.continuous_token_builder = Builder()
+    bad, good = [{"role": "user", "content": ""}], [{"role": "user", "content": "a"}]
+    asked = [loop.ct_build_initial_tokens(messages) for messages in (bad, bad, good)]
+    results = await asyncio.gather(*asked, return_exceptions=True)
+    assert [str(result) for result in results[:2]] == ["an empty prompt"] * 2
+    assert results[2] == [97]
+
+
+@pytest.mark.asyncio
+async def test_a_cancelled_response_takes_no_tokens_from_the_others(registry, given):
+    loop = single_turn.shared(**given)
+    loop.continuous_token_builder = Builder()
+    prompt = [{"role": "user", "content": "ab"}]
+    first, second = (asyncio.ensure_future(loop.ct_build_initial_tokens(prompt)) for _ in range(2))
+    await asyncio.sleep(0)
+    first.cancel()
+    assert await second == [97, 98]
+
+
+@pytest.mark.asyncio
+async def test_prompts_with_tools_or_images_are_verls_affair(registry, given):
+    loop = single_turn.shared(**given)
+    loop.continuous_token_builder = builder = Builder()
+    loop.rollout_config = SimpleNamespace(prompt_length=8)
+    prompt = [{"role": "user", "content": "ab"}]
+    for more in ({"tools": [{}]}, {"images": [object()]}):
+        for _ in range(2):
+            await loop.ct_build_initial_tokens(prompt, **more)
+    assert len(builder.built) == 4
 
 
 @pytest.mark.asyncio

@@ -90,6 +90,23 @@ def on_a_machine(monkeypatch, accelerator: bool) -> None:
     monkeypatch.setattr("verl_tim.training.accelerator.host_has_accelerator", lambda: accelerator)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "refused"),
+    [
+        ([], False),
+        (["trainer.use_v1=false"], True),
+        (["reward.reward_model.enable=true"], True),
+    ],
+)
+def test_rewards_in_the_loop_need_v1_and_no_reward_model(config_of, overrides, refused):
+    def about(*more):
+        return [one.key for one in findings(config_of(*overrides, *more)) if one.key.startswith("tim.reward")]
+
+    assert about("+tim.reward_in_loop=true") == ["tim.reward_in_loop"] * refused
+    assert about("+tim.reward_in_loop=false") == []
+    assert about() == []
+
+
 @pytest.mark.parametrize("wanted", ["tim.vllm_routes", "its own key"])
 def test_vllm_has_no_routes_on_a_cpu(config_of, folders, monkeypatch, wanted):
     engine = "actor_rollout_ref.rollout.engine_kwargs.vllm.enable_return_routed_experts"

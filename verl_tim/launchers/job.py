@@ -34,7 +34,7 @@ _ASSIGNMENT = re.compile(r"\b([A-Za-z_]\w*)=(\S*)")
 _NAME_LENGTH = 40
 
 # What Ray refuses when it joins a cluster: the size of that cluster is not the driver's to say.
-_OF_A_NEW_CLUSTER = ("num_cpus", "num_gpus", "resources", "labels", "object_store_memory")
+_OF_A_NEW_CLUSTER = ("num_cpus", "num_gpus", "resources", "labels", "object_store_memory", "_system_config")
 
 
 # The run's own name and folders: the same at every start.

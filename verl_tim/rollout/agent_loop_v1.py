@@ -12,8 +12,10 @@ from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorke
 
 from verl_tim.rollout import gathered_puts
 from verl_tim.rollout.agent_loop import SeededResponses, marks
+from verl_tim.rollout.own_reward import own_reward_worker
 from verl_tim.rollout.recorded import RECORD_PARAM
 from verl_tim.rollout.routes import CheckedRoutes
+from verl_tim.training.config import TimConfig
 
 # verl decorates the class with ray.remote where it defines it; Ray keeps the plain class for inheritance.
 _actor_class: Any = AgentLoopWorkerTQ
@@ -23,11 +25,16 @@ _PlainWorkerTQ: Any = _actor_class.__ray_metadata__.modified_class.__ray_actor_c
 class SeededWorkerV1(SeededResponses, CheckedRoutes, _PlainWorkerTQ):
     """Worker of the V1 trainer, which numbers the responses of a prompt itself (`session_id`)."""
 
+    reward_loop_worker_handles: list[Any] | None
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         # Ray ships inherited methods by value when their class cannot be found by name, as here, where the name is the
         # actor's; a shipped `super()` then refers to a copy of the class. Defined here, it is found by name.
         super().__init__(*args, **kwargs)
-        gathered_puts.gather(agent_loop_tq)
+        tim = TimConfig.of(self.config)
+        gathered_puts.gather(agent_loop_tq, poll_interval=tim.poll_interval)
+        if self.reward_loop_worker_handles is not None and tim.reward_in_loop:
+            self.reward_loop_worker_handles = [own_reward_worker(self.config)]
         self._failures: list[str] = []
 
     async def _run_prompt(self, *args: Any, **kwargs: Any) -> None:

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-# How long samples wait for others. Responses end with an engine's step; a step of the trainer begins when the last of
-# them is there, so that it waits once for so long.
-SECONDS = 0.02
+# Of the time between two looks of the trainer at its replay buffer samples wait so much for others. Responses end with
+# an engine's step; a step of the trainer begins when the last of them is there, so that it waits once for so long.
+SHARE = 1 / 3
 
 Row = Mapping[str, Any]
 
@@ -32,7 +32,7 @@ class GatheredPuts:
         seconds: how long samples wait for others.
     """
 
-    def __init__(self, queue: Any, stacked: Callable[[list[dict[str, Any]]], Any], *, seconds: float = SECONDS) -> None:
+    def __init__(self, queue: Any, stacked: Callable[[list[dict[str, Any]]], Any], *, seconds: float) -> None:
         self._queue, self._stacked, self._seconds = queue, stacked, seconds
         self._open: dict[Any, _Group] = {}
 
@@ -109,13 +109,14 @@ def rows_as_they_are(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def gather(agent_loop_tq: ModuleType) -> None:
+def gather(agent_loop_tq: ModuleType, *, poll_interval: float) -> None:
     """Make verl's worker gather its puts.
 
     Args:
         agent_loop_tq: verl's module `verl.trainer.ppo.v1.agent_loop_tq`.
+        poll_interval: seconds between two looks of the trainer at its replay buffer.
     """
     module: Any = agent_loop_tq
     if not isinstance(module.tq, GatheredPuts):
-        module.tq = GatheredPuts(module.tq, module.list_of_dict_to_tensordict)
+        module.tq = GatheredPuts(module.tq, module.list_of_dict_to_tensordict, seconds=SHARE * poll_interval)
         module.list_of_dict_to_tensordict = rows_as_they_are

@@ -16,6 +16,7 @@ tim:
   sample_sequences: 8          # sequences of each step whose top-1 tokens and router choices are recorded; 0: none
   vllm_routes: false           # vLLM's router choices, too
   poll_interval: 0.1           # seconds between two looks of the V1 trainer at its replay buffer (verl: 2.0)
+  reward_in_loop: false        # rewards are computed by the agent loop's process, see `rollout.own_reward`
   deterministic: false         # two runs equal bit for bit, see `determinism`
 ```
 
@@ -222,6 +223,7 @@ class TimConfig:
     sample_sequences: int = 8
     vllm_routes: bool = False
     poll_interval: float = 0.1
+    reward_in_loop: bool = False
     on_policy: bool = False
     deterministic: bool = False
     # Read by other parts of verl_tim (building data sets and models); here only so that they count as known.
@@ -246,7 +248,7 @@ class TimConfig:
         number = isinstance(self.poll_interval, (int, float)) and not isinstance(self.poll_interval, bool)
         if not (number and 0 < self.poll_interval < float("inf")):
             raise ConfigError(f"tim.poll_interval={self.poll_interval!r}: give seconds above 0")
-        for name in ("on_policy", "deterministic", "vllm_routes"):
+        for name in ("on_policy", "deterministic", "vllm_routes", "reward_in_loop"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"tim.{name}={getattr(self, name)!r}: choose true or false")
         if self.dump.every and not (self.dump.dir or self.run_dir):

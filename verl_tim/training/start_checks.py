@@ -517,6 +517,24 @@ def _deterministic(view: View, _: Cluster | None) -> Iterator[Finding]:
     yield from determinism_findings(view.config)
 
 
+def _reward_in_loop(view: View, _: Cluster | None) -> Iterator[Finding]:
+    """tim.reward_in_loop is of verl's V1 agent loop, and has no reward model behind it."""
+    if view.get("tim.reward_in_loop", False) is not True:
+        return
+    if not view.get("trainer.use_v1", True):
+        yield Finding(
+            "tim.reward_in_loop",
+            "the legacy trainer's agent loop sends its responses to reward workers",
+            "Set it to false, or trainer.use_v1=true",
+        )
+    if view.get("reward.reward_model.enable", False):
+        yield Finding(
+            "tim.reward_in_loop",
+            "a reward model is served elsewhere, and reward workers ask it",
+            "Set it to false, or reward.reward_model.enable=false",
+        )
+
+
 def _restarts(view: View, _: Cluster | None) -> Iterator[Finding]:
     """A run that shall start again by itself needs checkpoints, and one that is whole at any moment."""
     limit = view.get("tim.restarts.limit", 0)
@@ -558,5 +576,6 @@ RULES: tuple[StartRule, ...] = (
     _vllm_routes,
     _vllm_invariant,
     _deterministic,
+    _reward_in_loop,
     _restarts,
 )

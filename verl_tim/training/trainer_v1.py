@@ -41,6 +41,7 @@ from verl_tim.training.correction_loss import OLD_FORWARD_FIELD
 from verl_tim.training.correction_report import REPORT_METRIC, LossReport, step_metrics
 from verl_tim.training.errands import Errand
 from verl_tim.training.forward_records import FORWARD_METRIC, SAMPLED_FIELD, ForwardRecord
+from verl_tim.training.lean_workers import LeanWorkers
 from verl_tim.training.loaders import workers_ended
 from verl_tim.training.observer import StepBatch, StepObserver
 from verl_tim.training.processes import RunProcesses, RunRoles
@@ -72,6 +73,7 @@ EARLY_FIELDS = (
     "data_source",
     "index",
 )
+_GROUPS = ("actor_rollout_wg", "ref_policy_wg")
 EARLY_DELAY = 0.5  # seconds; the workers read the batch when they begin, and are not to be kept waiting
 
 if TYPE_CHECKING:
@@ -224,6 +226,26 @@ class TimTrainer(_Base):
             self.watch.check()
 
     def _compute_old_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        with self._lean_workers():
+            return self._old_log_probs(batch, metrics)
+
+    def _compute_ref_log_prob(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
+        with self._lean_workers():
+            return super()._compute_ref_log_prob(batch, metrics)
+
+    @contextmanager
+    def _lean_workers(self) -> Iterator[None]:
+        """Inside the block worker groups hand on what their workers read of a batch (`lean_workers`)."""
+        groups = {name: vars(self)[name] for name in _GROUPS if vars(self).get(name) and self.tim is not None}
+        for name, group in groups.items():
+            setattr(self, name, LeanWorkers(group, text_only=self.processor is None))
+        try:
+            yield
+        finally:
+            for name, group in groups.items():
+                setattr(self, name, group)
+
+    def _old_log_probs(self, batch: KVBatchMeta, metrics: dict) -> KVBatchMeta:
         if self.observer is not None:
             # before the step's first forward; from here on verl keeps the order of the rows
             fields = self._fields(batch, "extra_fields")
@@ -321,7 +343,7 @@ class TimTrainer(_Base):
             step_batch = self._step_batch(batch)
             self.observer.before_update(self.global_steps, step_batch, whole=self.parameter_sync_step == 1)
         worker_group = self.actor_rollout_wg
-        taker = _Taker(worker_group)
+        taker = _Taker(LeanWorkers(worker_group, text_only=self.processor is None))
         self.actor_rollout_wg = taker
         try:
             with self._stale_masked(batch, step_batch, metrics):

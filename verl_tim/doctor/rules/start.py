@@ -148,6 +148,11 @@ _START_CHECKS: dict[str, tuple[str, Severity, tuple[str, ...]]] = {
             f"{MODEL}.override_config",
         ),
     ),
+    "_reward_in_loop": (
+        "reward-in-loop",
+        Severity.STOPS,
+        ("tim.reward_in_loop", "trainer.use_v1", "reward.reward_model.enable"),
+    ),
     "_restarts": (
         "restarts",
         Severity.STOPS,
