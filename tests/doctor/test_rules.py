@@ -349,6 +349,13 @@ CASES = [
         base="vexact",
     ),
     Case(
+        "start.reward-in-loop",
+        "tim.reward_in_loop",
+        {"tim.reward_in_loop": True, "reward.reward_model.enable": True},
+        {"tim.reward_in_loop": True},
+        base="vexact",
+    ),
+    Case(
         "start.deterministic",
         f"{ENVIRONMENT}.VLLM_BATCH_INVARIANT",
         DETERMINISTIC,

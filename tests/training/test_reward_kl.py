@@ -151,6 +151,7 @@ def test_the_legacy_trainers_rewards_are_finite(monkeypatch, ours):
     monkeypatch.setattr(ray_trainer.RayPPOTrainer, "fit", lambda self: seen.append(penalise(batch())[0]))
     trainer = object.__new__(TimRayPPOTrainer)
     trainer.tim = object() if ours else None
+    trainer.train_dataloader, trainer.val_dataloader = SimpleNamespace(), SimpleNamespace()
     trainer.processes = SimpleNamespace(named_when_dead=nullcontext) if ours else None
     monkeypatch.setattr(TimRayPPOTrainer, "_raise_if_stopped", lambda self, *, at_end=False: None)
     trainer.fit()
