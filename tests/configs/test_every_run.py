@@ -177,7 +177,7 @@ def walk(recipe, pairs):
     count = 0
     with hydra_for(find_recipe(recipe)):
         for rollout, cluster in pairs:
-            accelerator.host_has_accelerator = lambda cluster=cluster: cluster != "cpu"
+            accelerator.host_has_accelerator = lambda cluster=cluster: "gpu" in cluster
             overrides = base_overrides(recipe, rollout, cluster)
             resolved = finished(compose_config(find_recipe(recipe), overrides))
             by_hydra = next(turns)
