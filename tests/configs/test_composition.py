@@ -5,6 +5,7 @@ import itertools
 import multiprocessing
 import random
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
@@ -124,6 +125,48 @@ def test_every_group_offers_something():
         ]
         == RECIPES
     )
+
+
+def own_values(group, option):
+    """Key -> value of what one choice of a group sets by itself, interpolations as they are written."""
+    from verl_tim import configs
+
+    file = Path(configs.__path__[0], group, f"{option}.yaml")
+    values = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
+    below = {}
+    for other in values.pop("defaults", []):
+        if other != "_self_":
+            below |= own_values(group, other)
+    return below | dict(leaves(values))
+
+
+def leaves(node, prefix=""):
+    for key, value in node.items():
+        if isinstance(value, dict) and value:
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def test_no_group_takes_back_what_the_cluster_says():
+    """A cluster knows its machine; rollout and trainer come after it in a recipe's defaults and would win."""
+    clusters = {
+        (key, str(value)) for cluster in GROUPS["cluster"] for key, value in own_values("cluster", cluster).items()
+    }
+    said = {key for key, _ in clusters}
+    for group in sorted(set(GROUPS) - {"cluster", "matrix"}):
+        for option in GROUPS[group]:
+            for key, value in own_values(group, option).items():
+                assert key not in said or all(str(value) == theirs for name, theirs in clusters if name == key), (
+                    f"{group}={option} sets {key}={value} over the cluster's"
+                )
+
+
+@pytest.mark.parametrize("rollout", GROUPS["rollout"])
+def test_a_shared_gpu_is_shared_with_every_rollout(rollout):
+    with hydra_for(find_recipe("evidence_grpo")):
+        config = config_of("evidence_grpo", {"rollout": rollout})
+    assert config.actor_rollout_ref.rollout.gpu_memory_utilization == 0.1
 
 
 @pytest.mark.parametrize("replay", GROUPS["routing_replay"])
