@@ -91,7 +91,7 @@ def test_a_rehearsal_is_not_taken_for_the_runs_that_the_page_describes(tmp_path)
     write_run(folder, rollout="vllm", steps=5, config=changes)
     text = render(Evidence.read(root))
     (line,) = (line for line in text.splitlines() if line.startswith("**Not the runs that are described above**"))
-    assert "dense-grpo with `data.train_batch_size` 8, not 64" in line
+    assert "dense-grpo with `data.train_batch_size` 8, not 32" in line
     assert "dense-grpo with `task=chain_sum`" in line
     assert "rollout.n" not in line, "as the recipe has it"
 
