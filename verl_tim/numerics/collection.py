@@ -3,8 +3,8 @@
 A collection runs in whichever thread allocates next, so also in the one that captures, and destroys what lies in
 cycles: graphs of an engine that is gone, compiled kernels, communicators. While a stream of the thread is captured CUDA
 refuses some of the calls that this takes, and the capture is invalid from then on: a start that fails once in many
-runs, whenever the collector happens to come by. `torch.cuda.graph` does not prevent it (its own collection before a capture
-was dropped in torch 2.9).
+runs, whenever the collector happens to come by. `torch.cuda.graph` does not prevent it (torch 2.9 dropped its own
+collection before a capture).
 """
 
 from __future__ import annotations
