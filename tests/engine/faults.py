@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
+import time
 
 import torch
+
+from tests.engine.own_time_device import OwnTimeDevice
 
 
 def rank(engine) -> int:
@@ -60,6 +64,45 @@ def refuse_next_load(engine) -> None:
             raise MemoryError("planted")
 
         engine.model.load_weights = load_weights
+
+
+def own_time_device() -> OwnTimeDevice:
+    """At another pace on each rank."""
+    return OwnTimeDevice(os.getpid())
+
+
+def hesitate(engine) -> None:
+    """Each rank takes its own time, before and after whatever it exchanges and in every forward."""
+    dice = random.Random(os.getpid())
+
+    def late(run):
+        def wait_and_run(*arguments, **settings):
+            time.sleep(dice.choice([0, 0, 0.002, 0.01]))
+            result = run(*arguments, **settings)
+            time.sleep(dice.choice([0, 0, 0.002]))
+            return result
+
+        return wait_and_run
+
+    for name in ("send", "receive", "from_stage"):
+        setattr(engine._ranks, name, late(getattr(type(engine._ranks), name).__get__(engine._ranks)))
+    engine.model.forward = late(engine.model.forward)
+
+
+def change_a_bit_on_the_way(engine) -> None:
+    """What stage 1 receives of plan 5 has another bit than what was sent."""
+    ranks = engine._ranks
+    if ranks.place.stage == 1:
+        received = [0]
+        receive = type(ranks).receive.__get__(ranks)
+
+        def broken(into):
+            receive(into)
+            if received[0] == 5:
+                into.view(torch.int16).view(-1)[3] ^= 0x4000
+            received[0] += 1
+
+        ranks.receive = broken
 
 
 class OwnTensors:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import threading
 
 import pytest
 import torch
@@ -117,6 +119,74 @@ def test_a_broken_capture_tells_its_cause(diary):
     with pytest.raises(ValueError, match="a value was read back"):
         CudaDevice(torch.device("cuda", 0)).capture(work)
     assert diary.lines[-2:] == ["begin in pool 1, thread_local", "end"]
+
+
+class Stray:
+    """What an engine that is gone leaves behind: it lies in a cycle, and its end is written down."""
+
+    def __init__(self, diary: Diary) -> None:
+        self.lines, self.itself = diary.lines, self
+
+    def __del__(self) -> None:
+        self.lines.append("a stray graph ends")
+
+
+@pytest.fixture
+def eager_collector():
+    """Collects whenever something is allocated."""
+    before, was_on = gc.get_threshold(), gc.isenabled()
+    gc.enable()
+    gc.set_threshold(1, 1, 1)
+    yield
+    gc.set_threshold(*before)
+    gc.enable() if was_on else gc.disable()
+
+
+def allocate() -> list:
+    return [[number] for number in range(1000)]
+
+
+def test_no_garbage_is_collected_during_a_capture(diary, eager_collector):
+    """The end of another graph, which is forbidden there, broke captures whenever the collector came by."""
+
+    def work() -> None:
+        Stray(diary)
+        allocate()
+        diary.lines.append("work")
+
+    CudaDevice(torch.device("cuda", 0)).capture(work)
+    allocate()
+    assert "a stray graph ends" in diary.lines, "the collector is on again"
+    assert diary.lines.index("end") < diary.lines.index("a stray graph ends")
+
+
+def test_a_broken_capture_leaves_the_collector_as_it_was(diary, eager_collector):
+    def work() -> None:
+        raise ValueError("planted")
+
+    for was_on in (True, False):
+        gc.enable() if was_on else gc.disable()
+        with pytest.raises(ValueError, match="planted"):
+            CudaDevice(torch.device("cuda", 0)).capture(work)
+        assert gc.isenabled() == was_on
+
+
+def test_the_collector_keeps_still_until_the_last_of_several_captures_has_ended(diary):
+    first_is_in, first_may_end = threading.Event(), threading.Event()
+    device = CudaDevice(torch.device("cuda", 0))
+
+    def long_work() -> None:
+        first_is_in.set()
+        assert first_may_end.wait(60)
+
+    thread = threading.Thread(target=device.capture, args=(long_work,))
+    thread.start()
+    assert first_is_in.wait(60)
+    CudaDevice(torch.device("cuda", 0)).capture(lambda: None)
+    assert not gc.isenabled()
+    first_may_end.set()
+    thread.join()
+    assert gc.isenabled()
 
 
 def test_a_mark_is_an_event_on_the_callers_stream(diary):

@@ -56,7 +56,7 @@ def crews():
     made: dict[str, Crew] = {}
 
     def crew(split: str) -> Crew:
-        if split not in made or made[split].lost():
+        if split not in made or made[split].is_over:
             made[split] = Crew(Split(*SPLITS[split], "cpu"))
         return made[split]
 

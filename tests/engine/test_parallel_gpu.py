@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.engine import faults
+from tests.engine import faults, link_watch
 from tests.engine.test_graph_runner_gpu import PROMPTS, bits, params
 from verl_tim.engine import Engine, EngineConfig, EngineDeadError, start_engine
 from verl_tim.engine.crew import Crew, Split
@@ -50,11 +50,12 @@ def run(engine: Engine) -> dict[str, tuple]:
 @pytest.fixture(scope="module")
 def reference(folder):
     engine = Engine(settings(folder))
-    outputs = run(engine)
+    outputs, checksum = run(engine), engine.weight_checksum()
+    engine.close()  # its graphs would wait for the garbage collector, anywhere in the tests that follow
     log_probs = np.concatenate([np.array(o[1], np.int32).view(np.float32) for o in outputs.values()])
     assert np.isfinite(log_probs).all()
     assert log_probs.std() > 0.5, "the logits are meant to be peaked"
-    return outputs, engine.weight_checksum()
+    return outputs, checksum
 
 
 def whole(outputs: dict[str, tuple], name: str) -> dict[str, tuple]:
@@ -71,17 +72,30 @@ def split_of(name: str) -> dict[str, int]:
 
 @pytest.fixture(scope="module")
 def crews():
-    """Processes of each split, started once: the engines of a module run on them one after the other."""
+    """Processes of each split: the engines of a module run on them one after the other. Those that a failed test has
+    ended are replaced, so that it fails alone."""
     made: dict[str, Crew] = {}
 
     def of(name: str) -> Crew:
-        if name not in made:
+        if name not in made or made[name].is_over:
             made[name] = Crew(Split(*SPLITS[name], "cuda:0"))
         return made[name]
 
     yield of
     for crew in made.values():
         crew.close()
+
+
+def check(engine: Engine, want: dict[str, tuple], name: str) -> None:
+    """Draw all; a difference is told with the plan, the link and the rank that it comes from."""
+    engine.each_rank(link_watch.begin)
+    wanted = whole(want, name)
+    got = whole(run(engine), name)
+    if got != wanted:
+        lens = {str(index): len(prompt) for index, prompt in enumerate(PROMPTS)}
+        account = link_watch.account(engine, got, wanted, lens, lambda: whole(run(engine), name))
+        pytest.fail(f"{name} differs from one GPU\n{account}")
+    engine.each_rank(link_watch.end)
 
 
 @pytest.mark.parametrize("name", SPLITS)
@@ -93,35 +107,39 @@ def crews():
 def test_no_split_changes_a_bit(folder, reference, crews, name, changes):
     outputs, checksum = reference
     split = split_of(name)
-    engine = start_engine(settings(folder, **split, **changes), crew=crews(name))
-    try:
-        assert bool(engine.describe()["decode_graphs"]) == ("enforce_eager" not in changes)
-        assert whole(run(engine), name) == whole(outputs, name)
-        assert engine.weight_checksum() == checksum
-    finally:
-        engine.close()
+    crew = crews(name)
+    with link_watch.told(crew):
+        engine = start_engine(settings(folder, **split, **changes), crew=crew)
+        try:
+            assert bool(engine.describe()["decode_graphs"]) == ("enforce_eager" not in changes)
+            check(engine, outputs, name)
+            assert engine.weight_checksum() == checksum
+        finally:
+            engine.close()
 
 
 @pytest.mark.parametrize("name", ["tp2", "pp2"])
 def test_updates_sleep_and_the_share_of_memory(folder, reference, crews, name):
     outputs, checksum = reference
     memory = {"kv_cache_tokens": None, "gpu_memory_utilization": 0.2}
-    engine = start_engine(settings(folder, **split_of(name), **memory), crew=crews(name))
-    try:
-        assert len(set(engine.each_rank(faults.pages))) == 1
-        assert whole(run(engine), name) == whole(outputs, name)
-        engine.update_weights(((n, torch.zeros_like(t)) for n, t in checkpoint_weights(folder)), 1)
-        assert engine.weight_checksum() != checksum
-        engine.update_weights(checkpoint_weights(folder), 2)
-        assert whole(run(engine), name) == whole(outputs, name)
-        engine.release_kv_cache()
-        engine.release_weights()
-        engine.resume_kv_cache()
-        engine.update_weights(checkpoint_weights(folder), 3)
-        assert engine.weight_checksum() == checksum
-        assert whole(run(engine), name) == whole(outputs, name)
-    finally:
-        engine.close()
+    crew = crews(name)
+    with link_watch.told(crew):
+        engine = start_engine(settings(folder, **split_of(name), **memory), crew=crew)
+        try:
+            assert len(set(engine.each_rank(faults.pages))) == 1
+            check(engine, outputs, name)
+            engine.update_weights(((n, torch.zeros_like(t)) for n, t in checkpoint_weights(folder)), 1)
+            assert engine.weight_checksum() != checksum
+            engine.update_weights(checkpoint_weights(folder), 2)
+            check(engine, outputs, name)
+            engine.release_kv_cache()
+            engine.release_weights()
+            engine.resume_kv_cache()
+            engine.update_weights(checkpoint_weights(folder), 3)
+            assert engine.weight_checksum() == checksum
+            check(engine, outputs, name)
+        finally:
+            engine.close()
 
 
 def test_a_worker_that_dies_does_not_leave_the_driver_waiting(folder):

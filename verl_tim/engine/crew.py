@@ -185,8 +185,13 @@ class Crew:
 
     def check(self) -> None:
         """Raises EngineDeadError if a worker is lost, or all were ended."""
-        if self._loss is not None or self._closing:
+        if self.is_over:
             raise self.dead()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no engine can run here any more: a worker is lost, or all were ended."""
+        return self._loss is not None or self._closing
 
     def lost(self, wait: bool = False) -> bool:
         """Whether a worker is lost; with `wait`, after a moment in which the news may arrive."""

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from verl_tim.engine.errors import EngineConfigError
+from verl_tim.numerics import collection
 
 Work = Callable[[], None]
 
@@ -76,14 +77,18 @@ class CudaDevice:
         return _CudaMark(event)
 
     def capture(self, work: Work) -> Work:
-        """Nothing in ``work`` may wait for the device or leave its stream; what it compiles must be compiled before."""
+        """Nothing in ``work`` may wait for the device or leave its stream; what it compiles must be compiled before.
+
+        Garbage is not collected meanwhile: the engines that are gone leave graphs in it, whose end would break this
+        capture (`numerics/collection.py`).
+        """
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         current = torch.cuda.current_stream(self.device)
         self._capture_stream.wait_stream(current)
-        # torch.cuda.graph() would collect garbage and empty the cache around each of many captures.
-        with torch.cuda.stream(self._capture_stream):
+        # torch.cuda.graph() would empty the cache around each of many captures, and does not keep the collector still.
+        with collection.paused(), torch.cuda.stream(self._capture_stream):
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 work()

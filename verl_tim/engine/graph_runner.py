@@ -9,6 +9,20 @@ The host's work per step is a fixed number of array operations over its sequence
 In a pipeline (`stages.py` says how its ranks keep time) a plan is prepared when it is made, with everything it reads of
 the rows then, and submitted when it reaches this stage. What stages pass on, and what the last one drew, travels
 between the recorded steps, on the same stream and in the same order on all ranks.
+
+What orders whom, of everything that two steps share:
+
+- Device memory (slot state, inbox, hidden states and results of a recording, staged packets, KV pages): the order of
+  submission alone. All work of a rank, its exchanges included, is on one stream, so that step n + 1 cannot overwrite
+  what step n still reads or sends; a plan's packet is sent when it is prepared and read up to `stages` - 1 launches
+  later, before the packet that takes its place is sent.
+- Host memory that the device reads (packets): `Staging` waits for the copy out of a buffer before it fills it again.
+- Host memory that the device writes (results, routes): one of `_DEPTH` buffers a launch, read when its mark is reached
+  and one launch later at the latest.
+- Exchanges: in a launch each rank first runs its own plan, then receives, then sends, then takes part in telling what
+  the last stage drew. Which of these happen, and how large they are, follows from the plans, which are the same on all
+  ranks. An exchange waits for the neighbour's device, and its host for nothing but verbs that it was told before: a
+  host that waits for its own device within a launch (a first use that compiles or tries) cannot make a circle.
 """
 
 from __future__ import annotations
@@ -320,7 +334,10 @@ class GraphRunner(ModelRunner):
         return launched
 
     def _pass_on(self, mine: _Prepared | None) -> None:
-        """Submit the exchange with the neighbouring stages: first from before, then to the next, along the chain."""
+        """Submit the exchange with the neighbouring stages: first from before, then to the next, along the chain.
+
+        After this launch's own step, which has read what the inbox held of the plan before.
+        """
         place, ranks = self._place, self._ranks
         assert ranks is not None
         coming = None if place.is_first else self._under_way[place.stage - 1]

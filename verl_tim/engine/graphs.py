@@ -93,7 +93,8 @@ class DecodeGraphs:
         self._io = DecodeIO(state, most, page_size, max_model_len)
         self.slot_B = torch.full((most,), state.null, dtype=torch.int64, device=device.device)
         self._results = torch.zeros(RESULTS * most, dtype=torch.int32, device=device.device)
-        self._hidden: dict[int, Tensor] = {}  # by bucket; kept, so that no other bucket's recording reuses its place
+        # By bucket; kept, so that no later recording takes its place. An earlier one's replay may overwrite it.
+        self._hidden: dict[int, Tensor] = {}
         self._routes: dict[int, Tensor] = {}  # likewise
         self._replay: dict[int, Work] = {}
 

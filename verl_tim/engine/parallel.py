@@ -85,7 +85,8 @@ class Communicator:
 
 
 def _wait(work: dist.Work | None) -> None:
-    """NCCL gives none: what is not asynchronous is on the current stream, as a recorded step needs it."""
+    """NCCL gives none: what is not asynchronous is on the current stream, as a recorded step needs it. So what was sent
+    may be freed, or written again, by work submitted after it, and no tensor needs `record_stream`."""
     if work is not None:
         work.wait()
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.numerics.gpu.attention_cases import Packed, reference
+from verl_tim.numerics import collection
 from verl_tim.numerics.gpu import attention
 from verl_tim.numerics.gpu.attention_decode import decode, scratch_elements
 from verl_tim.numerics.gpu.attention_plan import STATE_SLOTS, DecodePlan, PackedPlan, PagedPlan
@@ -140,7 +141,7 @@ def test_cuda_graph(trained, names, monkeypatch):
     attention.paged_forward(q, k_pages, v_pages, start, context, table, 1, max(LENGTHS))
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with collection.paused(), torch.cuda.graph(graph):
         got = attention.paged_forward(q, k_pages, v_pages, start, context, table, 1, max(LENGTHS))
     for back in (1, 37):
         lengths = [max(1, n - back) for n in LENGTHS]

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from verl_tim.numerics import collection
 from verl_tim.numerics import moe as reference
 from verl_tim.numerics.contract import ContractError
 from verl_tim.numerics.gpu import grouped_gemm, moe
@@ -119,7 +120,7 @@ def test_a_decode_step_in_a_graph():
 
     step()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with collection.paused(), torch.cuda.graph(graph):
         static = step()
     for seed in range(3):
         x.copy_(values(16, hidden, seed=seed))

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from verl_tim.numerics import collection
+
 _REPLAYS = 7  # of a graph, whose median counts
 
 
@@ -26,7 +28,7 @@ def graph_us(runs: Callable[[], object] | Sequence[Callable[[], object]], *, cal
             run()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with collection.paused(), torch.cuda.graph(graph):
         for call in range(total):
             functions[call % len(functions)]()
     graph.replay()
