@@ -9,6 +9,9 @@ import os
 import subprocess
 import sys
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -122,11 +125,33 @@ def test_compilations_run_side_by_side_and_keep_their_errors(monkeypatch):
         futures[2].result(0)
 
 
+def test_one_launcher_of_a_signature_is_made_at_a_time(monkeypatch):
+    making, most = [], []
+
+    def launcher_cls(source, metadata):
+        making.append(str(source.signature))
+        most.append((making.count(str(source.signature)), len(set(making))))
+        time.sleep(0.05)
+        making.remove(str(source.signature))
+
+    monkeypatch.setattr(rehearsal.driver, "_active", SimpleNamespace(launcher_cls=launcher_cls))
+    launchers = rehearsal._Launchers()
+    kernels = [
+        SimpleNamespace(src=SimpleNamespace(signature={"x": kind}), metadata=SimpleNamespace())
+        for kind in ("*bf16", "*fp32") * 4
+    ]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(launchers.make, kernels))
+    assert max(of_one for of_one, _ in most) == 1
+    assert max(kinds for _, kinds in most) == 2
+
+
 @pytest.mark.parametrize("error", [AttributeError("another Triton"), KeyboardInterrupt()], ids=repr)
 @pytest.mark.parametrize("during", ["work", "compile"])
 def test_a_rehearsal_that_is_cut_off_ends(monkeypatch, error, during):
     """Triton waits for all that was noted, of which nobody compiles anything any more."""
     monkeypatch.setattr(knobs.runtime, "interpret", False)
+    monkeypatch.setattr(rehearsal.driver, "_active", SimpleNamespace())
     raised = []
 
     def cut_off(*args):
@@ -216,7 +241,7 @@ def test_the_probe_of_a_gpu_compiles_nothing_more(name, ranks, monkeypatch):
 def test_a_rehearsal_that_fails_costs_time_and_is_told(monkeypatch, caplog):
     checked = []
 
-    def broken(device, work):
+    def broken(device, work, **options):
         raise AttributeError("another Triton")
 
     monkeypatch.setattr(probe, "rehearse", broken)
@@ -229,3 +254,14 @@ def test_a_rehearsal_that_fails_costs_time_and_is_told(monkeypatch, caplog):
     assert report.kernels == 0
     assert "one after another" in caplog.text
     assert "another Triton" in caplog.text
+
+
+def test_what_the_device_does_not_do_is_raised(monkeypatch):
+    def broken(device):
+        raise RuntimeError("no such device")
+
+    monkeypatch.setattr(probe, "_set_up", broken)
+    monkeypatch.setattr(probe, "rehearse", lambda *args, **options: 0)
+    monkeypatch.setattr(probe.GpuProbe, "run", lambda self: pytest.fail("checked"))
+    with pytest.raises(RuntimeError, match="no such device"):
+        probe.run(torch.device("cpu"), SHAPES, "chunk64", ProbeReport("chunk64", ()))

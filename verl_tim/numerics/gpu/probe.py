@@ -15,6 +15,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -446,13 +447,21 @@ class Rehearsal(GpuProbe):
     ) -> None:
         pass
 
+    def imports(self) -> None:
+        """What the checks import when they first need it."""
+        ops = ["gemm", "few_rows", "norm", "activation", "rope", "head"]
+        ops += ["attention", "chunk64"] if self.is_chunk64 else []
+        ops += ["moe", "grouped_gemm", "dispatch", "combine"] if self.shapes.moe else []
+        for op in ops:
+            kernels(op)
+
     def attention(self) -> None:
         if self.is_chunk64:  # the other one's kernels are compiled, a library's
             super().attention()
 
 
 def run(device: torch.device, shapes: ProbeShapes, attention: str, report: ProbeReport) -> None:
-    """Compile all kernels that the checks need, side by side, then check; adds to `report`.
+    """Compile all kernels that the checks need, side by side, while the device is set up, then check; adds to `report`.
 
     A rehearsal that fails costs time, which the log says, and nothing else: the checks compile what they launch, and
     raise what is wrong with it.
@@ -461,14 +470,28 @@ def run(device: torch.device, shapes: ProbeShapes, attention: str, report: Probe
         ContractError: a difference that no other schedule can replace.
     """
     begin = time.perf_counter()
+    if device.type == "cuda" and device.index is None:  # which one is current is a thread's own affair
+        device = torch.device("cuda", torch.cuda.current_device())
     rehearsal = Rehearsal(META, shapes, attention, report)
-    try:
-        report.kernels = rehearse(device, rehearsal.run)
-    except Exception:
-        logger.warning("probe: kernels could not be compiled side by side, and are one after another", exc_info=True)
+    with ThreadPoolExecutor(1, thread_name_prefix="device") as pool:
+        set_up = pool.submit(_set_up, device)
+        try:
+            report.kernels = rehearse(device, rehearsal.run, first=rehearsal.imports)
+        except Exception:
+            logger.warning(
+                "probe: kernels could not be compiled side by side, and are one after another", exc_info=True
+            )
+        set_up.result()
     report.compile_seconds = time.perf_counter() - begin
     logger.info("probe: %d kernels ready after %.1f s", report.kernels, report.compile_seconds)
     GpuProbe(device, shapes, attention, report).run()
+
+
+def _set_up(device: torch.device) -> None:
+    """What the checks would wait for at their first use of a device: its context, and PyTorch's own kernels."""
+    x, weight = cancelling(8, 8, 64, device)
+    _differing(x, weight)
+    torch.isfinite(x).all().item()
 
 
 def _differing(got: Tensor, want: Tensor) -> int:

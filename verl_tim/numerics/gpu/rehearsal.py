@@ -8,7 +8,7 @@ is compiled at its launch, as without one. Schedules are chosen as on the GPU th
 (`contract.deciding_device`).
 
 A kernel's first launch also waits for a C compiler, which makes the function that hands its arguments to the driver;
-threads make those, too.
+threads make those, too, one for all kernels of one signature.
 
 Threads serve, since LLVM's passes and the assembler, six sevenths of a compile, do not hold Python's lock, and the C
 compiler is a process. The seventh that does is Triton's walk over the source; it sets the pace where there are many
@@ -18,7 +18,6 @@ cores.
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import threading
 import warnings
@@ -32,8 +31,10 @@ from tqdm import tqdm
 from triton import AsyncCompileMode, knobs
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
+from triton.runtime.cache import triton_key
 from triton.runtime.jit import JITFunction
 
+from verl_tim.numerics import collection
 from verl_tim.numerics.contract import meta_stands_for
 
 META = torch.device("meta")
@@ -54,6 +55,7 @@ class _Noted(Executor):
 
     def __init__(self) -> None:
         self._compilations: list[tuple[Future[Any], Callable[[], Any]]] = []
+        self._launchers = _Launchers()
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
@@ -68,7 +70,7 @@ class _Noted(Executor):
         ):
             for future, run in self._compilations:
                 future.add_done_callback(lambda _: bar.update())
-                pool.submit(_settle, future, run)
+                pool.submit(self._settle, future, run)
 
     def give_up(self, error: BaseException) -> None:
         """Nobody compiles what is left: whoever waits for it, as Triton does when its mode ends, gets the error."""
@@ -76,16 +78,32 @@ class _Noted(Executor):
             if not future.done():
                 future.set_exception(error)
 
+    def _settle(self, future: Future[Any], run: Callable[[], Any]) -> None:
+        try:
+            result = run()
+            if isinstance(result, CompiledKernel):
+                self._launchers.make(result)
+            future.set_result(result)
+        except BaseException as error:  # whoever asks for the result gets it
+            future.set_exception(error)
 
-def _settle(future: Future[Any], run: Callable[[], Any]) -> None:
-    try:
-        result = run()
-        if isinstance(result, CompiledKernel):
-            # Thrown away, as it belongs to no device yet; Triton finds what was compiled in its cache on disk.
-            driver.active.launcher_cls(result.src, result.metadata)
-        future.set_result(result)
-    except BaseException as error:  # whoever asks for the result gets it
-        future.set_exception(error)
+
+class _Launchers:
+    """The functions that hand a kernel's arguments to the driver. Their source depends on the signature alone, by which
+    a lock keeps two threads from running the C compiler for the same one."""
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._locks: dict[str, threading.Lock] = {}
+
+    def make(self, kernel: CompiledKernel) -> None:
+        """Thrown away, as it belongs to no device yet; Triton finds what was compiled in its cache on disk."""
+        source, metadata = kernel.src, kernel.metadata
+        signature = f"{list(source.signature.values())} {getattr(metadata, 'tensordesc_meta', None)}"
+        with self._guard:
+            lock = self._locks.setdefault(signature, threading.Lock())
+        with lock:
+            driver.active.launcher_cls(source, metadata)
 
 
 @contextlib.contextmanager
@@ -107,25 +125,31 @@ def _launches_only_noted() -> Iterator[None]:
         JITFunction.run = run
 
 
-@contextlib.contextmanager
-def _without_collections() -> Iterator[None]:
-    """Python's collector off: the compiler makes many objects, for each thousand of which it would walk the heap."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
+def _get_ready(first: Callable[[], None]) -> None:
+    """What Triton does at its first launch and takes half a second for, beside `first`."""
+    with ThreadPoolExecutor(2, thread_name_prefix="triton") as pool:
+        # A C compiler makes the module through which Triton talks to the driver; Triton's own files, which are large,
+        # are hashed, as part of every kernel's name in the cache.
+        begun = [pool.submit(lambda: driver.active), pool.submit(triton_key)]
+        first()
+        for future in begun:
+            future.result()
 
 
-def rehearse(device: torch.device, work: Callable[[], None], *, title: str = "compiling kernels") -> int:
+def rehearse(
+    device: torch.device,
+    work: Callable[[], None],
+    *,
+    first: Callable[[], None] = lambda: None,
+    title: str = "compiling kernels",
+) -> int:
     """Compile everything that `work` launches and this process has not yet, for the current GPU, in `threads()`.
 
     Args:
         device: whose schedules the work's meta tensors take.
         work: all its tensors that kernels see are on the meta device; it reads no value of one. What takes longest to
             compile should come first.
+        first: what is done before, launches nothing, and can be done while Triton gets ready: imports.
         title: of the progress bar, which appears on a terminal (standard error) after a second.
 
     Returns:
@@ -143,6 +167,7 @@ def rehearse(device: torch.device, work: Callable[[], None], *, title: str = "co
         noted = _Noted()
         with AsyncCompileMode(noted) as mode:
             try:
+                _get_ready(first)
                 with meta_stands_for(device), _launches_only_noted():
                     work()
                 noted.compile(title)
@@ -151,7 +176,8 @@ def rehearse(device: torch.device, work: Callable[[], None], *, title: str = "co
                 raise
         return len(mode.future_kernels)
 
+    # `paused`: the compiler makes many objects, for each thousand of which the collector would walk the heap.
     # `catch_warnings`: Triton's compiler changes the filters, which is not safe in threads; they are put back here.
-    with _one_at_a_time, _without_collections(), warnings.catch_warnings():
+    with _one_at_a_time, collection.paused(), warnings.catch_warnings():
         # A context of its own: Triton 3.6 leaves its mode active where a kernel does not compile.
         return copy_context().run(rehearsal)
