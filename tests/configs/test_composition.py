@@ -4,13 +4,16 @@ import inspect
 import itertools
 import multiprocessing
 import random
+import re
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
+from omegaconf import OmegaConf, _utils
+from typer.testing import CliRunner
 
-from verl_tim.launch import prepare
+from verl_tim.cli import app
+from verl_tim.launch import compose, prepare
 from verl_tim.launch.compose import compose_config, hydra_for
 from verl_tim.launch.errors import LaunchError
 from verl_tim.launch.recipes import find_recipe, group_options, recipe_names
@@ -167,6 +170,42 @@ def test_a_shared_gpu_is_shared_with_every_rollout(rollout):
     with hydra_for(find_recipe("evidence_grpo")):
         config = config_of("evidence_grpo", {"rollout": rollout})
     assert config.actor_rollout_ref.rollout.gpu_memory_utilization == 0.1
+
+
+def typed(node):
+    if isinstance(node, dict):
+        return {key: typed(value) for key, value in node.items()}
+    return [typed(value) for value in node] if isinstance(node, list) else (type(node), node)
+
+
+@pytest.mark.parametrize("recipe", ["cpu_grpo", "moe_reinforce"])
+def test_the_quick_parser_reads_what_the_other_reads(recipe, monkeypatch):
+    def composed():
+        with hydra_for(find_recipe(recipe)):
+            return typed(OmegaConf.to_container(compose_config(find_recipe(recipe), ["rollout=vllm"])))
+
+    of_python, quick = _utils.get_yaml_loader, composed()
+    assert _utils.get_yaml_loader is of_python
+    monkeypatch.setattr(compose.yaml, "__with_libyaml__", False)
+    assert quick == composed()
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"defaults: [cpu_grpo]\ntim: {run_dir: [a}\n", r"config: a file is not YAML: .*mine.yaml.*line 2"),
+        (b"data: {seed: 1}\ndata: {seed: 2}\n", r"config: a file is not YAML: .*duplicate key data .*line 2"),
+        (b"data: \xff\xfe\n", r"config: a file is not text: .*mine.yaml"),
+        (b"", r"defaults: bring none of verl's groups -> .*ppo_trainer"),
+        (b"[1, 2]", r"config: .*ListConfig"),
+        (b"defaults: [nothing_there]", r"recipe: .*nothing_there"),
+    ],
+)
+def test_a_recipe_that_cannot_be_read_is_told_without_a_traceback(content, told, tmp_path):
+    (tmp_path / "mine.yaml").write_bytes(content)
+    result = CliRunner().invoke(app, ["train", f"recipe={tmp_path / 'mine.yaml'}", "--dry-run"])
+    assert result.exit_code == 2
+    assert re.search(told, " ".join(result.stderr.split())), result.stderr
 
 
 @pytest.mark.parametrize("replay", GROUPS["routing_replay"])

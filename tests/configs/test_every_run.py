@@ -43,7 +43,7 @@ STEP = {
     **{"cpu_grpo": (8, 8), "cpu_moe_grpo": (8, 8), "cpu_tool_grpo": (8, 8), "cpu_reinforce": (128, 1)},
     **{"dense_grpo": (16, 8), "dense_grpo_1gpu": (16, 8), "dense_reinforce": (64, 8), "dense_reinforce_1gpu": (64, 8)},
     **{"moe_grpo": (8, 4), "moe_grpo_1gpu": (16, 4), "moe_reinforce": (512, 16)},
-    **{"evidence_grpo": (16, 8), "evidence_reinforce": (64, 8)},
+    **{"evidence_grpo": (8, 8), "evidence_reinforce": (32, 8)},
 }
 REINFORCE = ("cpu_reinforce", "dense_reinforce", "dense_reinforce_1gpu", "evidence_reinforce", "moe_reinforce")
 SPLIT = ("moe_grpo", "moe_reinforce")

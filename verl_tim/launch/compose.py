@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import yaml
 from hydra import compose, initialize_config_dir, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, _utils
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_tim.launch.errors import LaunchError
@@ -45,14 +47,44 @@ def hydra_for(recipe: Recipe) -> Iterator[None]:
     previous = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
-        if recipe.config_path.startswith("pkg://"):
-            with initialize_config_module(recipe.config_path.removeprefix("pkg://"), version_base=None):
-                yield
-        else:
-            with initialize_config_dir(recipe.config_path, version_base=None):
-                yield
+        with _yaml_read_by_libyaml():
+            if recipe.config_path.startswith("pkg://"):
+                with initialize_config_module(recipe.config_path.removeprefix("pkg://"), version_base=None):
+                    yield
+            else:
+                with initialize_config_dir(recipe.config_path, version_base=None):
+                    yield
     finally:
         GlobalHydra.instance().hydra = previous
+
+
+@functools.cache
+def _omegaconf_loader() -> type:
+    """OmegaConf's own loader with libyaml's parser below it."""
+    python_loader = yaml.SafeLoader
+    yaml.SafeLoader = yaml.CSafeLoader  # type: ignore[misc]
+    try:
+        loader: type = _utils.get_yaml_loader()
+    finally:
+        yaml.SafeLoader = python_loader  # type: ignore[misc]
+    return loader
+
+
+@contextmanager
+def _yaml_read_by_libyaml() -> Iterator[None]:
+    """Patch of OmegaConf (2.3): a recipe is some forty YAML files, and PyYAML's parser in Python takes a third of a
+    compose for them. Values are the same; without libyaml the parser in Python stays. Upstream: omry/omegaconf#1150,
+    merged and not released.
+    """
+    if not yaml.__with_libyaml__:
+        yield
+        return
+    loader, before = _omegaconf_loader(), _utils.get_yaml_loader
+    _utils.get_yaml_loader = lambda: loader
+    try:
+        yield
+    finally:
+        _utils.get_yaml_loader = before
 
 
 def compose_config(recipe: Recipe, overrides: Sequence[str], *, with_hydra: bool = False) -> DictConfig:
@@ -73,9 +105,16 @@ def compose_config(recipe: Recipe, overrides: Sequence[str], *, with_hydra: bool
         raise LaunchError.of(*_explain_missing(error)) from error
     except ConfigCompositionException as error:
         raise LaunchError.of(*_explain_unknown_key(recipe, overrides, error)) from error
+    except UnicodeDecodeError as error:
+        remedy = f"save recipe {recipe.config_path}/{recipe.config_name}.yaml, or the file of its groups, as UTF-8"
+        raise LaunchError.of("config", f"a file is not text: {error}", remedy) from error
     except ValueError as error:
         # Hydra's answer to a group that is given a number (trainer=5); it does not say which
         raise LaunchError.of(*_explain_group_value(overrides, error)) from error
+    except yaml.YAMLError as error:
+        raise LaunchError.of(
+            "config", f"a file is not YAML: {' '.join(str(error).split())}", "mend it there"
+        ) from error
     except (HydraException, OmegaConfBaseException) as error:
         raise LaunchError.of("config", str(error).strip(), "see the recipe's README for what can be set") from error
     _refuse_several(overrides)

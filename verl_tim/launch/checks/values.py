@@ -57,6 +57,10 @@ def check_structure(config: DictConfig) -> Iterator[Finding]:
     """Groups that were removed or overwritten by a single value, so that nothing else can be looked at."""
     plain = OmegaConf.to_container(config, resolve=False)
     assert isinstance(plain, dict)
+    if not any(isinstance(default, dict) and plain.get(name) for name, default in defaults_of(plain).items()):
+        remedy = "begin the recipe's defaults with ppo_trainer and tim, as recipes/cpu_grpo/cpu_grpo.yaml does"
+        yield Finding("defaults", "bring none of verl's groups", remedy)
+        return
     if not isinstance(plain.get("tim"), dict):
         yield Finding("tim", "is not a group of keys", "leave the group, and set its keys: tim.run_dir=runs/NAME")
     mixed = list(_check_engine(plain))
