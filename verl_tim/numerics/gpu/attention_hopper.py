@@ -234,14 +234,14 @@ def _attend(
             total_next = warpgroup_mma(gl.convert_layout(p_values, p_total_layout), ones, total, is_async=True)
             acc, total, p_values = warpgroup_mma_wait(0, deps=(acc_next, total_next, p_values))
             mbarrier.arrive(v_free.index(last), count=1)
-            merged_peak, merged_total, merged_acc = _merge(
-                merged_peak,
-                merged_total,
-                merged_acc,
-                gl.convert_layout(peak, value_rows),
-                gl.convert_layout(gl.max(total, 1), value_rows),
-                acc,
-            )
+            last_peak = gl.convert_layout(peak, value_rows)
+            last_total = gl.convert_layout(gl.max(total, 1), value_rows)
+            if my_blocks > CHUNK_BLOCKS:
+                merged_peak, merged_total, merged_acc = _merge(
+                    merged_peak, merged_total, merged_acc, last_peak, last_total, acc
+                )
+            else:  # merging with nothing multiplies by 1 and adds 0, which short sequences need not wait for
+                merged_peak, merged_total, merged_acc = last_peak, last_total, acc
             out = merged_acc / merged_total[:, None] + 0.0
             out_row = gl.arange(0, 64, layout=value_rows)
             dims = gl.arange(0, DIM, layout=gl.SliceLayout(0, value_layout))
