@@ -13,6 +13,7 @@ from omegaconf import OmegaConf, _utils
 from typer.testing import CliRunner
 
 from verl_tim.cli import app
+from verl_tim.diagnosis.manifest import flatten
 from verl_tim.launch import compose, prepare
 from verl_tim.launch.compose import compose_config, hydra_for
 from verl_tim.launch.errors import LaunchError
@@ -140,15 +141,7 @@ def own_values(group, option):
     for other in values.pop("defaults", []):
         if other != "_self_":
             below |= own_values(group, other)
-    return below | dict(leaves(values))
-
-
-def leaves(node, prefix=""):
-    for key, value in node.items():
-        if isinstance(value, dict) and value:
-            yield from leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+    return below | flatten(values)
 
 
 def test_no_group_takes_back_what_the_cluster_says():

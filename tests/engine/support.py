@@ -2,16 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
+
 import numpy as np
 
 from tests.engine.fake_model import FakeModel, expected_draw
 from verl_tim.engine import Engine, EngineConfig, RequestOutput, SamplingParams
 from verl_tim.engine.core import default_seed
+from verl_tim.engine.crew import Crew, Split
 
 
 def fake_engine(model: FakeModel | None = None, *, device=None, **settings) -> Engine:
     defaults = {"model_path": "fake", "numerics": "stock", "page_size": 4, "kv_cache_tokens": 256, "max_num_seqs": 8}
     return Engine(EngineConfig(**{**defaults, **settings}), model=model or FakeModel(), device=device)
+
+
+@contextlib.contextmanager
+def kept_crews(device: str) -> Iterator[Callable[[int, int], Crew]]:
+    """(tensor ranks, pipeline stages) -> the processes of that split, started when first wanted: the engines of a
+    module run on them one after the other. Those that a failed test has ended are replaced, so that it fails alone."""
+    made: dict[tuple[int, int], Crew] = {}
+
+    def of(tensor: int, stages: int) -> Crew:
+        split = (tensor, stages)
+        if split not in made or made[split].is_over:
+            made[split] = Crew(Split(*split, device))
+        return made[split]
+
+    yield of
+    for crew in made.values():
+        crew.close()
+        assert all(process.poll() is not None for process in crew.processes)
 
 
 def run_all(engine: Engine, *, audit: bool = True, max_steps: int = 100_000) -> dict[str, RequestOutput]:

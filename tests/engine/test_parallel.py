@@ -13,10 +13,9 @@ import torch
 
 from tests.engine import faults
 from tests.engine.deferred_device import DeferredDevice
-from tests.engine.support import random_prompts, run_all
+from tests.engine.support import kept_crews, random_prompts, run_all
 from tests.engine.tiny_models import hf_model, save
 from verl_tim.engine import Engine, EngineConfig, SamplingParams, start_engine
-from verl_tim.engine.crew import Crew, Split
 from verl_tim.engine.weight_reader import LocalTensors
 from verl_tim.models import WeightError
 from verl_tim.numerics.contract import VOCAB_TILE
@@ -52,18 +51,9 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def crews():
-    """Crews by the name of their split, started when first wanted; a dead one is replaced."""
-    made: dict[str, Crew] = {}
-
-    def crew(split: str) -> Crew:
-        if split not in made or made[split].is_over:
-            made[split] = Crew(Split(*SPLITS[split], "cpu"))
-        return made[split]
-
-    yield crew
-    for each in made.values():
-        each.close()
-        assert all(process.poll() is not None for process in each.processes)
+    """Crews by the name of their split."""
+    with kept_crews("cpu") as of:
+        yield lambda name: of(*SPLITS[name])
 
 
 def settings(folder, changes: dict, split: str | None = None) -> EngineConfig:

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from tests.engine import faults, link_watch
+from tests.engine.support import kept_crews
 from tests.engine.test_graph_runner_gpu import PROMPTS, bits, params
 from verl_tim.engine import Engine, EngineConfig, EngineDeadError, start_engine
-from verl_tim.engine.crew import Crew, Split
 from verl_tim.models.weights import checkpoint_weights
 from verl_tim.tasks.random_model import save_random_model
 
@@ -72,18 +72,9 @@ def split_of(name: str) -> dict[str, int]:
 
 @pytest.fixture(scope="module")
 def crews():
-    """Processes of each split: the engines of a module run on them one after the other. Those that a failed test has
-    ended are replaced, so that it fails alone."""
-    made: dict[str, Crew] = {}
-
-    def of(name: str) -> Crew:
-        if name not in made or made[name].is_over:
-            made[name] = Crew(Split(*SPLITS[name], "cuda:0"))
-        return made[name]
-
-    yield of
-    for crew in made.values():
-        crew.close()
+    """Crews by the name of their split."""
+    with kept_crews("cuda:0") as of:
+        yield lambda name: of(*SPLITS[name])
 
 
 def check(engine: Engine, want: dict[str, tuple], name: str) -> None:

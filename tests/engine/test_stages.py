@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.engine import faults, link_watch
-from tests.engine.support import random_prompts
+from tests.engine.support import kept_crews, random_prompts
 from tests.engine.tiny_models import hf_model, save
 from verl_tim.engine import Engine, EngineConfig, SamplingParams, start_engine
 from verl_tim.engine.crew import Crew, Split
@@ -40,16 +40,9 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def crews():
-    made: dict[int, Crew] = {}
-
-    def of(stages: int) -> Crew:
-        if stages not in made or made[stages].is_over:
-            made[stages] = Crew(Split(1, stages, "cpu"))
-        return made[stages]
-
-    yield of
-    for crew in made.values():
-        crew.close()
+    """Crews by their number of stages."""
+    with kept_crews("cpu") as of:
+        yield lambda stages: of(1, stages)
 
 
 def settings(folder, **changes) -> EngineConfig:

@@ -43,7 +43,7 @@ def split_recipe(overrides: Sequence[str]) -> tuple[Recipe, list[str]]:
 
 @contextmanager
 def hydra_for(recipe: Recipe) -> Iterator[None]:
-    """Hydra, initialised on the recipe's folder, and as it was before afterwards. Composing takes 0.3 s."""
+    """Hydra, initialised on the recipe's folder, and as it was before afterwards."""
     previous = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
