@@ -97,7 +97,7 @@ def test_patterns_pick_runs_and_swept_values_multiply_them():
     only = "tim.only=[vexact,tis_sum_tok5_*]"
     picked = ["vexact", *(f"tis_sum_tok5_seq{bound}" for bound in BOUNDS)]
     assert names("+matrix=paper", only) == picked
-    assert names("+matrix=paper", only, "data.seed=1,2") == [f"{n}-data.seed={s}" for n in picked for s in (1, 2)]
+    assert names("+matrix=paper", only, "data.seed=1,2") == [f"{n}-data.seed={s}" for s in (1, 2) for n in picked]
     assert names("rollout=vexact,stock", "data.seed=range(3)") == [
         f"rollout={rollout}-data.seed={seed}" for rollout in ("vexact", "stock") for seed in range(3)
     ]

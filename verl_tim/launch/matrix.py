@@ -98,11 +98,12 @@ def matrix_of(recipe: Recipe, overrides: Sequence[str]) -> Matrix:
     cells = []
     chosen = _chosen(config)
     _refuse_without_effect(kept, chosen)
-    for name, given in chosen.items():
-        named = [word for word in given if word.startswith(RECIPE_KEY)]
-        own = find_recipe(named[-1].removeprefix(RECIPE_KEY)) if named else None
-        words = [word for word in given if word not in named]
-        for values in product(*(_values(word) for word in swept)):
+    # swept values go outside: what is cut off has then compared all names with the first values, the first seed say
+    for values in product(*(_values(word) for word in swept)):
+        for name, given in chosen.items():
+            named = [word for word in given if word.startswith(RECIPE_KEY)]
+            own = find_recipe(named[-1].removeprefix(RECIPE_KEY)) if named else None
+            words = [word for word in given if word not in named]
             parts = [part for part in (name, *(_as_name(value) for value in values)) if part]
             cell = "-".join(parts) or "run"
             place = (filed, f"trainer.experiment_name='{cell}'", f"tim.run_dir='{folder / cell}'")
