@@ -125,6 +125,29 @@ def test_a_run_that_ended_early_is_said_with_its_cause(two):
     assert "12 steps that all its runs" in text, "no forecast from what is left of two seeds"
 
 
+def test_runs_of_two_variants_that_are_one_are_said(tmp_path):
+    root = write_matrix(tmp_path, variants=["vexact", "vllm_recompute", "vllm_invariant"], steps=5)
+    assert "Runs that are one" not in render(Evidence.read(root)), "their times are not what tells them apart"
+    first, second = (root / f"dense-grpo-{variant}-data.seed=2" for variant in ("vllm_recompute", "vllm_invariant"))
+    lines = (first / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (second / "metrics.jsonl").write_text("".join(lines[:-1]))
+    edit(second, lambda entry: entry["data"].update({"timing_s/step": 1.5}))
+    text = render(Evidence.read(root))
+    steps = json.loads(lines[-2])["step"]
+    assert re.search(
+        rf"dense-grpo, seed 2: `vllm_recompute` and `vllm_invariant` \({steps} steps, [\d,]+ values\)\.\n", text
+    )
+    assert "seed 1: `vllm" not in text
+    assert "the mode changes no bit" in text
+
+    def change(entry):
+        if entry["step"] == 3:
+            entry["data"]["actor/grad_norm"] = None
+
+    edit(second, change)
+    assert "Runs that are one" not in render(Evidence.read(root)), "one value that only one of them has"
+
+
 def test_values_that_are_not_finite_are_said(two):
     def change(entry):
         if entry["step"] > 25:

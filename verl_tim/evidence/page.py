@@ -9,6 +9,7 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from omegaconf import DictConfig, OmegaConf
 
+from verl_tim.evidence.equal import equal_runs
 from verl_tim.evidence.figures import PICTURES
 from verl_tim.evidence.names import PLANNED, VARIANTS
 from verl_tim.evidence.parts import write_part
@@ -66,6 +67,7 @@ def render(evidence: Evidence) -> str:
         absent={pair.name: [v for v in VARIANTS if pair.group(v) is None] for pair in evidence.pairs},
         machines=_machines(evidence),
         differences=_differences(evidence),
+        equal=list(equal_runs(evidence)),
         tables={name: make(evidence).markdown() for name, make in TABLES.items()} if evidence.folders else {},
         folder=PICTURE_FOLDER,
     )
