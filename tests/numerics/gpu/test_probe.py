@@ -228,9 +228,8 @@ def test_every_shape_of_a_decode_steps_work_is_compared(some_attention, wrong, k
         takes = attention_plan._shape_of_work(len(batch._contexts) * kv_heads, batch.max_context)
         if attention.SPLIT in attention.forbidden() or takes != wrong:
             return out
-        return out + (torch.tensor(batch._query_lens) == 1).repeat_interleave(torch.tensor(batch._query_lens))[
-            :, None, None
-        ]
+        length_S = torch.tensor(batch._query_lens)
+        return out + (length_S == 1).repeat_interleave(length_S)[:, None, None]
 
     monkeypatch.setattr(probe, "paged_attention", paged)
     checks.attention()
