@@ -31,6 +31,12 @@ def test_reads_a_saved_model(kind, tmp_path):
     hash(config)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_probe_knows_which_linears_have_a_bias(kind):
+    shapes = config_from_hf(tiny_config(kind)).probe_shapes
+    assert shapes.biased == (shapes.linears[:1] if kind == "qwen2" else ())
+
+
 def test_moe_layers_follow_the_config():
     config = config_from_hf(tiny_config("qwen3_moe"))
     assert config.moe.layers == {0, 2}

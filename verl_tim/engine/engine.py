@@ -660,7 +660,8 @@ def _build_model(config: EngineConfig, ranks: Ranks | None) -> RunnableModel:
         place=WHOLE if ranks is None else ranks.place,
     )
     if config.numerics == "contract":
-        model.probe()  # refuses a machine or a process whose kernels do not keep the contract
+        # refuses a machine or a process whose kernels do not keep the contract
+        model.probe(config.tokens_per_page)
     return model
 
 

@@ -74,10 +74,8 @@ class ModelConfig:
     def probe_shapes(self) -> ProbeShapes:
         """What `verl_tim.numerics.probe.probe` should check for this model."""
         heads, kv_heads, hidden = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim, self.hidden_size
-        linears: dict[tuple[tuple[int, ...], int], None] = {
-            ((heads, kv_heads, kv_heads), hidden): None,
-            ((hidden,), heads): None,
-        }
+        qkv = ((heads, kv_heads, kv_heads), hidden)
+        linears: dict[tuple[tuple[int, ...], int], None] = {qkv: None, ((hidden,), heads): None}
         if any(not self.is_moe_layer(i) for i in range(self.num_layers)):
             linears[(self.intermediate_size, self.intermediate_size), hidden] = None
             linears[(hidden,), self.intermediate_size] = None
@@ -92,6 +90,7 @@ class ModelConfig:
             widths=(hidden, self.head_dim) if self.arch.qk_norm else (hidden,),
             intermediate_size=self.intermediate_size if moe is None else moe.intermediate_size,
             moe=None if moe is None else (moe.num_experts, moe.top_k, moe.intermediate_size),
+            biased=(qkv,) if self.arch.qkv_bias else (),
         )
 
     def is_moe_layer(self, layer: int) -> bool:

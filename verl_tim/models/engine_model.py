@@ -221,9 +221,14 @@ class EngineModel:
         """See `verl_tim.models.weights.weight_checksum`; of a model in one piece."""
         return checksum_of(self.weight_digests())
 
-    def probe(self) -> ProbeReport:
-        """Check the contract at this model's shapes on this device (`verl_tim.numerics.probe`); for start-up."""
+    def probe(self, page_size: int | None = None) -> ProbeReport:
+        """Check the contract at this model's shapes on this device (`verl_tim.numerics.probe`); for start-up.
+
+        `page_size`: tokens per KV page of the engine around the model; None: what a GPU's engine has by default.
+        """
         shapes = dataclasses.replace(self.config.probe_shapes, ranks=self.place.shards.size)
+        if page_size is not None:
+            shapes = dataclasses.replace(shapes, page_size=page_size)
         return probe(self.device, self.dtype, shapes, attention=self.attention)
 
     def _require_weights(self) -> None:

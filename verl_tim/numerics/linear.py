@@ -121,7 +121,8 @@ def linear(
 class PreparedLinear:
     """Weights that share an input, in one buffer of the device's schedule.
 
-    On a CPU float32 [P, K], P padded to `COLUMN_FLOOR`; on a GPU [N, K] in the operand dtype.
+    On a CPU float32 [P, K], P padded to `COLUMN_FLOOR`; on a GPU [N, K] in the operand dtype. The bias in the same
+    dtype: cuBLASLt takes none but the result's.
 
     Args:
         parts: output sizes of the fused weights, in order.
@@ -141,7 +142,7 @@ class PreparedLinear:
         if not on_gpu(device):
             rows, kept_dtype = ceil_to(rows, COLUMN_FLOOR), torch.float32
         self.weight_PK = torch.zeros(rows, in_features, device=device, dtype=kept_dtype)
-        self.bias_N = torch.zeros(self.out_features, device=device) if bias else None
+        self.bias_N = torch.zeros(self.out_features, device=device, dtype=kept_dtype) if bias else None
 
     def _rows(self, part: int) -> slice:
         start = sum(self.parts[:part])

@@ -59,7 +59,9 @@ _LARGE_WEIGHT = 1 << 22  # elements; larger weights are probed at fewer row coun
 @dataclass(frozen=True)
 class ProbeShapes:
     """What a model uses. linears: (fused output sizes, inputs) of each distinct linear; moe: (experts, top_k, inner
-    size) or None; widths: last dimensions that RMSNorm reduces over; ranks: that share the outputs of every linear."""
+    size) or None; widths: last dimensions that RMSNorm reduces over; ranks: that share the outputs of every linear;
+    biased: those of the linears that carry a bias (on a GPU, where that is part of a schedule); page_size: tokens per
+    KV page (on a GPU)."""
 
     linears: tuple[tuple[tuple[int, ...], int], ...]
     hidden_size: int
@@ -71,6 +73,8 @@ class ProbeShapes:
     intermediate_size: int
     moe: tuple[int, int, int] | None = None
     ranks: int = 1
+    biased: tuple[tuple[tuple[int, ...], int], ...] = ()
+    page_size: int = 64
 
 
 @dataclass

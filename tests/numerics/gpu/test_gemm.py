@@ -10,7 +10,7 @@ import torch
 from tests.numerics.bits import close_to_double, randn, same_bits
 from verl_tim.numerics import collection
 from verl_tim.numerics.contract import ContractError, interpreted_schedules
-from verl_tim.numerics.linear import linear
+from verl_tim.numerics.linear import PreparedLinear, linear
 
 from .shapes import LINEARS
 
@@ -55,6 +55,15 @@ def test_bias_is_added_before_the_rounding():
     got = gemm.gemm(x[:1], weight, bias_N=bias)
     want = (exact[:1].float() + bias).to(torch.bfloat16)
     assert same_bits(got.cpu(), want.cpu())
+
+
+def test_the_engines_bias_is_one_that_cublaslt_takes():
+    """In the dtype of the result. With another one a slower schedule takes the product's place, step after step."""
+    with interpreted_schedules():
+        prepared = PreparedLinear((64, 32), 48, dtype=torch.bfloat16, device=torch.device(DEVICE), bias=True)
+    x = torch.zeros(17, 48, dtype=torch.bfloat16, device=DEVICE)
+    out = torch.empty(17, 96, dtype=torch.bfloat16, device=DEVICE)
+    assert cublaslt._aligned(x, prepared.weight_PK, prepared.bias_N, out)
 
 
 def test_strided_rows_and_given_out():

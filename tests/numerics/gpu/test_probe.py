@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from verl_tim.numerics.contract import ContractError, interpreted_schedules
-from verl_tim.numerics.gpu import attention, few_rows, gemm, grouped_gemm, head, probe
+from verl_tim.numerics.gpu import attention, attention_plan, few_rows, gemm, grouped_gemm, head, probe
 from verl_tim.numerics.probe import ProbeReport, ProbeShapes
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for Triton's interpreter")
@@ -120,6 +120,19 @@ def test_a_linear_schedule_that_differs_is_dropped(checks, monkeypatch):
     assert gemm.forbidden() == {"planted"}
 
 
+def test_a_linear_schedule_that_adds_its_bias_otherwise_is_dropped(monkeypatch):
+    def wrong_with_a_bias(x, weight, bias, out):
+        (gemm.REFERENCE.run if bias is None else _wrong)(x, weight, bias, out)
+
+    plant(gemm.Schedule("planted", wrong_with_a_bias), monkeypatch)
+    monkeypatch.setattr(probe, "ROW_COUNTS", (9,))
+    for biased, dropped in (((), []), (SHAPES.linears, ["linear(48, 48): planted"])):
+        shapes = dataclasses.replace(SHAPES, biased=biased)
+        checks = IntegerProbe(torch.device("cpu"), shapes, "chunk64", ProbeReport("chunk64", ()))
+        checks.linears()
+        assert checks.report.forbidden == dropped
+
+
 def test_a_schedule_that_cannot_take_the_operands_is_left_out(checks, monkeypatch):
     planted = gemm.Schedule("planted", _wrong, lambda *_: False)
     plant(planted, monkeypatch)
@@ -185,7 +198,7 @@ def some_attention(monkeypatch):
 def test_attention_that_holds(checks, some_attention):
     checks.attention()
     assert not checks.report.forbidden
-    assert checks.report.comparisons[ATTENTION] > 12
+    assert checks.report.comparisons[ATTENTION] > 10
 
 
 @pytest.mark.parametrize(
@@ -202,6 +215,38 @@ def test_an_attention_schedule_that_differs_is_dropped_and_another_takes_its_row
         assert f"schedule {name} of {ATTENTION} differs ({name}, " in caplog.text
 
 
+@pytest.mark.parametrize("kv_heads", [1, 2, 32])
+@pytest.mark.parametrize("wrong", [(1, 3, 4), (16, 2, 4), (4, 2, 2)], ids=["few, short", "few, long", "many"])
+def test_every_shape_of_a_decode_steps_work_is_compared(some_attention, wrong, kv_heads, monkeypatch):
+    """Each is a kernel of its own; one that differs drops the schedule."""
+    shapes = dataclasses.replace(SHAPES, num_heads=kv_heads, num_kv_heads=kv_heads)
+    checks = IntegerProbe(torch.device("cpu"), shapes, "chunk64", ProbeReport("chunk64", ()))
+    right = probe.paged_attention
+
+    def paged(q, k, v, batch, contract):
+        out = right(q, k, v, batch, contract)
+        takes = attention_plan._shape_of_work(len(batch._contexts) * kv_heads, batch.max_context)
+        if attention.SPLIT in attention.forbidden() or takes != wrong:
+            return out
+        length_S = torch.tensor(batch._query_lens)
+        return out + (length_S == 1).repeat_interleave(length_S)[:, None, None]
+
+    monkeypatch.setattr(probe, "paged_attention", paged)
+    checks.attention()
+    op = f"attention(chunk64, {kv_heads}/{kv_heads} heads of 16)"
+    assert checks.report.forbidden == [f"{op}: {attention.SPLIT}"]
+
+
+def test_pages_are_of_the_engines_size(some_attention, monkeypatch):
+    sizes, paged = set(), probe.paged_attention
+    monkeypatch.setattr(probe, "paged_attention", lambda q, k, *rest: sizes.add(k.shape[1]) or paged(q, k, *rest))
+    for page_size in (64, 16):
+        shapes = dataclasses.replace(SHAPES, page_size=page_size, ranks=2)
+        IntegerProbe(torch.device("cpu"), shapes, "chunk64", ProbeReport("chunk64", ())).attention()
+        assert sizes == {page_size}
+        sizes.clear()
+
+
 def test_attention_without_another_schedule_is_refused_by_shape_and_schedule(checks, some_attention, monkeypatch):
     some_attention[attention.HOPPER] = some_attention[attention.SPLIT] = 1
     monkeypatch.setattr(attention, "forbid", lambda name: attention._forbidden.add(name) or some_attention.pop(name))
@@ -209,7 +254,7 @@ def test_attention_without_another_schedule_is_refused_by_shape_and_schedule(che
     monkeypatch.setattr(probe, "paged_attention", lambda *given: paged(*given) + 1)
     with pytest.raises(ContractError) as error:
         checks.attention()
-    for words in (ATTENTION, "(prefill:triton, chunks, last 5 rows, pages of 16)", "trainer=stock"):
+    for words in (ATTENTION, "(prefill:triton, chunks, last 5 rows, pages of 64)", "trainer=stock"):
         assert words in str(error.value)
 
 

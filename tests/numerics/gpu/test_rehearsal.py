@@ -77,6 +77,7 @@ OTHERS = {
     "experts": SHAPES,
     "ranks": dataclasses.replace(SHAPES, ranks=2, vocab_size=300),
     "dense": dataclasses.replace(SHAPES, moe=None, vocab_size=130),
+    "bias": dataclasses.replace(SHAPES, moe=None, biased=SHAPES.linears, page_size=16),
 }
 
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from verl_tim.numerics.gpu.operand import require_rows, require_shape
+from verl_tim.numerics.gpu.operand import require_rows, require_shape, whole_rows
 from verl_tim.numerics.gpu.overlap import begin, launch
 
 _BLOCK = 1024
@@ -75,6 +75,7 @@ def swiglu(gate_TI: Tensor, up_TI: Tensor, out: Tensor | None = None) -> Tensor:
 
 def swiglu_backward(grad_TI: Tensor, gate_TI: Tensor, up_TI: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients with respect to gate and up: the two halves [T, I] of one contiguous bfloat16 [T, 2 I] tensor."""
+    grad_TI = whole_rows(grad_TI)
     require_rows("swiglu_backward", grad=grad_TI, gate=gate_TI, up=up_TI)
     require_shape("swiglu_backward", "up", up_TI, tuple(gate_TI.shape))
     require_shape("swiglu_backward", "grad", grad_TI, tuple(gate_TI.shape))

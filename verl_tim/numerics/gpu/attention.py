@@ -16,6 +16,7 @@ from verl_tim.numerics.contract import ContractError, require_heads
 from verl_tim.numerics.gpu import attention_backward, attention_backward_hopper, attention_hopper, attention_prefill
 from verl_tim.numerics.gpu.attention_decode import decode, scratch_elements
 from verl_tim.numerics.gpu.attention_plan import STATE_SLOTS, PackedPlan, PagedPlan
+from verl_tim.numerics.gpu.operand import whole_rows
 
 MAX_HEAD_DIM = 256
 
@@ -131,8 +132,7 @@ def varlen_backward(
     """Gradients (dq, dk, dv) of `varlen_forward`, deterministic; zeros in rows beyond cu_seqlens[-1]."""
     if plan is None:
         plan = PackedPlan(device=q_THD.device, cu_seqlens_S1=cu_seqlens_S1, num_rows=q_THD.shape[0])
-    if grad_THD.stride(-1) != 1:
-        grad_THD = grad_THD.contiguous()
+    grad_THD = whole_rows(grad_THD)
     allocate = torch.empty if plan.num_rows == q_THD.shape[0] else torch.zeros
     dq, dk, dv = (allocate(x.shape, dtype=x.dtype, device=x.device) for x in (q_THD, k_THD, v_THD))
     hopper = attention_hopper.supports(q_THD, k_THD, v_THD, paged=False) and attention_hopper.supports(

@@ -21,8 +21,10 @@ from verl_tim.numerics.gpu.processor import multiprocessors
 
 STATE_SLOTS = 2048
 """Chunk states that fit in the scratch of a decode; sequences beyond it are walked by one program each."""
-_MANY_PROGRAMS = 256  # (sequence, kv head) pairs that fill the device without splitting
-_LONG_CONTEXT = 1024  # keys
+MANY_PAIRS = 256
+"""Pairs of sequence and kv head that fill the device without splitting."""
+SHORT_CONTEXT = 1024
+"""Keys up to which few pairs are split no more than the device needs."""
 
 
 def tile_list(start_S: Tensor, length_S: Tensor, position_S: Tensor, extra_S: Tensor, rows: int, bound: int) -> Tensor:
@@ -176,9 +178,9 @@ def _shape_of_work(pairs: int, max_context: int) -> WorkShape:
     Few short ones are split only until every multiprocessor has one: a state to be merged costs more than a few blocks.
     Few long ones want more programs at a time, which fewer loads in flight leave room for.
     """
-    if pairs >= _MANY_PROGRAMS:
+    if pairs >= MANY_PAIRS:
         return WorkShape(4, stages=2, warps=2)
-    if max_context > _LONG_CONTEXT:
+    if max_context > SHORT_CONTEXT:
         return WorkShape(16, stages=2, warps=4)
     return WorkShape(1, stages=3, warps=4)
 

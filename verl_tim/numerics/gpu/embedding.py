@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from verl_tim.numerics.gpu.operand import require_rows, require_shape
+from verl_tim.numerics.gpu.operand import require_rows, require_shape, whole_rows
 
 _PIECE = 64
 _BLOCK = 1024
@@ -76,6 +76,7 @@ def _join_pieces(token, first, table, partial, tokens, size, PIECE: tl.constexpr
 
 def embedding_backward(grad_TD: Tensor, token_T: Tensor, vocab: int) -> Tensor:
     """Gradient of the table, bfloat16 [V, D], from bfloat16 grad [T, D] and integer tokens [T] in 0..V-1."""
+    grad_TD = whole_rows(grad_TD)
     require_rows("embedding_backward", grad=grad_TD)
     tokens, size = grad_TD.shape
     require_shape("embedding_backward", "tokens", token_T, (tokens,))

@@ -147,7 +147,8 @@ def _stand_in(chosen: Schedule, rows: int, outputs: int, inner: int) -> Schedule
             _stood_in.add(told)
             logger.warning(
                 "gemm: %s cannot serve %d rows with weight (%d, %d) (rows that do not start at multiples of 16 bytes, "
-                "or no algorithm in the contract's order): the slower %s takes its place",
+                "a bias of another dtype than the result, or no algorithm in the contract's order): the slower %s "
+                "takes its place",
                 chosen.name, rows, outputs, inner, schedule.name,
             )  # fmt: skip
         return schedule

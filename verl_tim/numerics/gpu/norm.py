@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from verl_tim.numerics.contract import ContractError
-from verl_tim.numerics.gpu.operand import require_rows, require_shape
+from verl_tim.numerics.gpu.operand import require_rows, require_shape, whole_rows
 from verl_tim.numerics.gpu.overlap import begin, launch
 from verl_tim.numerics.gpu.sums import column_sums, tree_sum
 
@@ -202,6 +202,9 @@ def rms_norm_backward(
     Returns:
         (grad x [..., D], which is also the gradient of the residual, and grad weight [D]), bfloat16.
     """
+    grad_TD = whole_rows(grad_TD)
+    if grad_residual_TD is not None:
+        grad_residual_TD = whole_rows(grad_residual_TD)
     require_rows("rms_norm_backward", grad=grad_TD, x=x_TD, weight=weight_D, grad_residual=grad_residual_TD)
     size = x_TD.shape[-1]
     require_shape("rms_norm_backward", "grad", grad_TD, tuple(x_TD.shape))

@@ -25,3 +25,8 @@ def require_shape(op: str, name: str, x: Tensor, shape: tuple[int, ...]) -> None
     """Raise `ContractError` unless `x` has this shape."""
     if tuple(x.shape) != shape:
         raise ContractError(f"{op}: {name} is {tuple(x.shape)}; it must be {shape}")
+
+
+def whole_rows(grad: Tensor) -> Tensor:
+    """A gradient with its last dimension contiguous: autograd brings any layout, a sum's has strides of 0."""
+    return grad if grad.stride(-1) == 1 else grad.contiguous()

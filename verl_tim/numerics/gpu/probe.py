@@ -112,17 +112,9 @@ class GpuProbe:
             op = f"linear({outputs}, {inputs})"
             want = torch.empty(_ROWS, outputs, dtype=out_dtype, device=self.device)
             gemm.REFERENCE.run(x, weight, None, want)
-            for rows in ROW_COUNTS:
-                for schedule in gemm.schedules(rows, outputs, inputs, self.device):
-                    got = torch.full((rows, outputs), torch.nan, dtype=out_dtype, device=self.device)
-                    if not schedule.serves(x[:rows], weight, None, got):
-                        continue
-                    schedule.run(x[:rows], weight, None, got)
-                    where = f"{schedule.name}, {rows} rows"
-                    if schedule is gemm.REFERENCE:
-                        self.expect(op, got, want[:rows], where)
-                    else:
-                        self.keep_or_forbid(op, schedule.name, got, want[:rows], where, gemm.forbid)
+            self.schedules_of_linear(op, x, weight, None, want)
+            if (parts, inputs) in self.shapes.biased:
+                self.bias_of_linear(op, outputs, inputs)
             if len(parts) == 2 and parts[0] == parts[1]:
                 self.gate_up(x, weight, want)
             start = 0
@@ -134,25 +126,40 @@ class GpuProbe:
             if self.shapes.ranks > 1:
                 self.shards_of_linear(op, parts, x, weight, want)
 
+    def schedules_of_linear(
+        self, op: str, x: Tensor, weight: Tensor, bias: Tensor | None, want: Tensor, what: str = ""
+    ) -> None:
+        """Every schedule of every number of rows against `want`, the reference's rows. `what`: said of them."""
+        gemm, (outputs, inputs) = kernels("gemm"), weight.shape
+        for rows in ROW_COUNTS:
+            for schedule in gemm.schedules(rows, outputs, inputs, self.device):
+                got = torch.full((rows, outputs), torch.nan, dtype=want.dtype, device=self.device)
+                if not schedule.serves(x[:rows], weight, bias, got):
+                    continue
+                schedule.run(x[:rows], weight, bias, got)
+                where = f"{schedule.name}, {rows} rows{what}"
+                if schedule is gemm.REFERENCE:
+                    self.expect(op, got, want[:rows], where)
+                else:
+                    self.keep_or_forbid(op, schedule.name, got, want[:rows], where, gemm.forbid)
+
+    def bias_of_linear(self, op: str, outputs: int, inputs: int) -> None:
+        """Where the bias is added: sums of its size, or a rounding before it would not show."""
+        x, weight = self.random(_ROWS, inputs), self.random(outputs, inputs)
+        bias = self.random(outputs) * inputs**0.5
+        want = torch.empty(_ROWS, outputs, dtype=x.dtype, device=self.device)
+        kernels("gemm").REFERENCE.run(x, weight, bias, want)
+        self.schedules_of_linear(op, x, weight, bias, want, ", with a bias")
+
     def shards_of_linear(self, op: str, parts: tuple[int, ...], x: Tensor, weight: Tensor, want: Tensor) -> None:
         """Every schedule on the shape of a rank's share, the last one's, against the same columns of the whole."""
-        gemm, ranks, start, rows = kernels("gemm"), self.shapes.ranks, 0, []
+        ranks, start, rows = self.shapes.ranks, 0, []
         for part in parts:
             share = -(-part // ranks)  # of the head, whose parts are whole tiles, nearly
             rows.append(torch.arange(start + part - share, start + part, device=self.device))
             start += part
         columns = torch.cat(rows)
-        own, outputs, inputs = weight[columns].contiguous(), len(columns), weight.shape[1]
-        for count in ROW_COUNTS:
-            for schedule in gemm.schedules(count, outputs, inputs, self.device):
-                got = torch.full((count, outputs), torch.nan, dtype=want.dtype, device=self.device)
-                if schedule.serves(x[:count], own, None, got):
-                    schedule.run(x[:count], own, None, got)
-                    where = f"{schedule.name}, {count} rows, a share of {ranks}"
-                    if schedule is gemm.REFERENCE:
-                        self.expect(op, got, want[:count, columns], where)
-                    else:
-                        self.keep_or_forbid(op, schedule.name, got, want[:count, columns], where, gemm.forbid)
+        self.schedules_of_linear(op, x, weight[columns].contiguous(), None, want[:, columns], f", a share of {ranks}")
 
     def gate_up(self, x: Tensor, weight: Tensor, product: Tensor) -> None:
         few_rows = kernels("few_rows")
@@ -270,20 +277,46 @@ class GpuProbe:
         tail = slice(rows - lengths[-1], rows)
         got = varlen_attention(q[tail], k[tail], v[tail], alone, self.attention_contract)
         self.attention_rows(got, want[tail], q, k, v, "packed rows", "packed alone")
-        for page_size in (16, 64):
-            cache = _Pages(k, v, lengths, page_size)
-            for queries, what in (([5], "5"), ([130], "130"), ([1], "1"), ([33, 1], "33 and 1 in turn")):
-                counts = [min(queries[index % len(queries)], length) for index, length in enumerate(lengths)]
-                self.attention_over_pages(q, want, cache, counts, f"last {what} rows, pages of {page_size}")
+        cache = _Pages(k, v, lengths, s.page_size)
+        for queries, what in (([5], "5"), ([130], "130"), ([1], "1"), ([33, 1], "33 and 1 in turn")):
+            counts = [min(queries[index % len(queries)], length) for index, length in enumerate(lengths)]
+            self.attention_over_pages(q, want, cache, counts, f"last {what} rows, pages of {s.page_size}")
+        if self.is_chunk64:
+            self.shapes_of_work(q, want, cache)
         if s.ranks > 1:
             self.shards_of_attention(q, k, v, lengths, want)
 
     def attention_over_pages(self, q: Tensor, want: Tensor, cache: _Pages, counts: list[int], where: str) -> None:
         """The last rows of each sequence, so many; where there is one, it is a decode."""
-        batch, chosen = cache.batch(counts)
+        rows = [(s, length, n) for s, (length, n) in enumerate(zip(cache.lengths, counts, strict=True))]
+        self.rows_over_pages(q, want, cache, rows, where)
+
+    def shapes_of_work(self, q: Tensor, want: Tensor, cache: _Pages) -> None:
+        """Decodes in each of the shapes that `DecodePlan` gives a step's work, which are compiled one by one."""
+        plans, lengths = kernels("attention_plan"), cache.lengths
+        by_length = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+        few = max(1, (plans.MANY_PAIRS - 1) // self.shapes.num_kv_heads)
+        many = -(-plans.MANY_PAIRS // self.shapes.num_kv_heads)
+        short = [i for i in by_length if lengths[i] <= plans.SHORT_CONTEXT]
+        # beyond the sequences there are, earlier rows of the same ones
+        again = [(by_length[n % len(lengths)], n // len(lengths) * 61) for n in range(many)]
+        for name, decodes in (
+            ("few and long", [(i, lengths[i], 1) for i in by_length[:few]]),
+            ("few and short", [(i, lengths[i], 1) for i in short[:few]]),
+            ("many", [(i, lengths[i] - back % lengths[i], 1) for i, back in again]),
+        ):
+            where = f"{len(decodes)} decodes, {name}, pages of {self.shapes.page_size}"
+            self.rows_over_pages(q, want, cache, decodes, where)
+
+    def rows_over_pages(
+        self, q: Tensor, want: Tensor, cache: _Pages, rows: list[tuple[int, int, int]], where: str
+    ) -> None:
+        """(sequence, keys that its last row sees, rows) each; where there is one row, it is a decode."""
+        batch, chosen = cache.batch(rows)
         q_rows = q[chosen].contiguous()
         got, want_rows = paged_attention(q_rows, cache.k, cache.v, batch, self.attention_contract), want[chosen]
-        count_T = torch.repeat_interleave(torch.tensor(counts), torch.tensor(counts))
+        count_S = torch.tensor([count for _, _, count in rows])
+        count_T = count_S.repeat_interleave(count_S)
         for kind, mask in (("chunks", count_T > 1), ("decodes", count_T == 1)):
             if bool(mask.any()):
                 at = mask.nonzero()[:, 0].to(self.device)
@@ -293,7 +326,7 @@ class GpuProbe:
         """The heads of the last rank alone, in prefill chunks and decodes, against the same heads among all."""
         s = self.shapes
         own, own_kv = (slice(n - n // s.ranks, n) for n in (s.num_heads, s.num_kv_heads))
-        cache = _Pages(k[:, own_kv].contiguous(), v[:, own_kv].contiguous(), lengths, 16)
+        cache = _Pages(k[:, own_kv].contiguous(), v[:, own_kv].contiguous(), lengths, s.page_size)
         for queries in (1, 130):
             where = f"last {queries} rows, heads of one of {s.ranks} ranks"
             counts = [min(queries, length) for length in lengths]
@@ -551,17 +584,18 @@ class _Pages:
         for pages, rows in ((self.k, k_THD), (self.v, v_THD)):
             pages.flatten(0, 1)[self.slot.to(device)] = rows
 
-    def batch(self, queries: list[int]) -> tuple[PagedBatch, Tensor]:
-        """A batch of each sequence's last rows, and their places among the packed rows."""
-        end = torch.tensor(self.lengths).cumsum(0).tolist()
-        chosen = torch.cat([torch.arange(stop - count, stop) for stop, count in zip(end, queries, strict=True)])
-        position = torch.cat([torch.arange(n - count, n) for n, count in zip(self.lengths, queries, strict=True)])
+    def batch(self, rows: list[tuple[int, int, int]]) -> tuple[PagedBatch, Tensor]:
+        """A batch of (sequence, keys that its last row sees, rows) each, and their places among the packed rows. A
+        sequence may come several times: all read its pages."""
+        start = torch.tensor([0, *self.lengths]).cumsum(0).tolist()
+        chosen = torch.cat([torch.arange(start[s] + keys - n, start[s] + keys) for s, keys, n in rows])
+        sequences, contexts, counts = (list(column) for column in zip(*rows, strict=True))
         batch = PagedBatch(
-            query_start_S1=torch.tensor([0, *queries]).cumsum(0),
-            context_len_S=torch.tensor(self.lengths),
-            block_table_SM=self.table,
+            query_start_S1=torch.tensor([0, *counts]).cumsum(0),
+            context_len_S=torch.tensor(contexts),
+            block_table_SM=self.table[sequences],
             slot_T=self.slot[chosen],
-            position_T=position,
+            position_T=torch.cat([torch.arange(keys - n, keys) for _, keys, n in rows]),
             device=self.k.device,
         )
         return batch, chosen.to(self.k.device)

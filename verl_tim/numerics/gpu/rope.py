@@ -16,7 +16,7 @@ from torch import Tensor
 
 from verl_tim.numerics.contract import ContractError
 from verl_tim.numerics.gpu.norm import inverse_rms, norm_grad, row_mask, scaled
-from verl_tim.numerics.gpu.operand import require_rows, require_shape
+from verl_tim.numerics.gpu.operand import require_rows, require_shape, whole_rows
 from verl_tim.numerics.gpu.overlap import begin, launch
 from verl_tim.numerics.gpu.sums import column_sums
 
@@ -291,6 +291,7 @@ def qk_norm_rope_backward(
     """
     op = "qk_norm_rope_backward"
     _check(op, q_THD, k_THD, (q_weight_D, k_weight_D), (cos_TF, sin_TF))
+    grad_q_THD, grad_k_THD = whole_rows(grad_q_THD), whole_rows(grad_k_THD)
     require_rows(op, grad_q=grad_q_THD, grad_k=grad_k_THD)
     require_shape(op, "grad_q", grad_q_THD, tuple(q_THD.shape))
     require_shape(op, "grad_k", grad_k_THD, tuple(k_THD.shape))
