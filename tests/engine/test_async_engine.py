@@ -469,6 +469,39 @@ async def test_what_is_parked_harms_nobody(make_engine):
     assert len((await asyncio.wait_for(good, 5)).token_ids) == 4
 
 
+class SlowModel(FakeModel):
+    def forward(self, *args):
+        time.sleep(0.01)
+        return super().forward(*args)
+
+
+@pytest.mark.asyncio
+async def test_leaving_the_parked_ones_is_cheap_however_many_there_are(make_engine):
+    async def seconds(parked: int) -> float:
+        engine = make_engine(SlowModel())
+        task = asyncio.ensure_future(engine.generate("a", [2], LONG))
+        await until(lambda: engine._waiters)
+        finish = asyncio.ensure_future(engine.finish())
+        await asyncio.sleep(0)
+        calls = [asyncio.ensure_future(engine.generate(f"p{i}", [3], LONG)) for i in range(parked)]
+        await asyncio.sleep(0)
+        await engine.stats()
+        assert len(engine._parked) == parked
+        began = time.perf_counter()
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        await engine.stats()
+        took = time.perf_counter() - began
+        assert not engine._parked
+        assert await engine.abort("a")
+        await asyncio.wait_for(asyncio.gather(finish, task), 30)
+        return took
+
+    few = min([await seconds(500) for _ in range(2)])
+    assert await seconds(8_000) < 48 * max(few, 0.01)
+
+
 @pytest.mark.asyncio
 async def test_abort_reaches_also_a_parked_request_of_the_same_name(make_engine):
     # its name is free once the first has ended

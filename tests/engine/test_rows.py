@@ -43,7 +43,7 @@ def test_a_request_leaves_with_what_it_brought():
     slot = rows.load(subject, np.array([3, 9]), 4)
     assert len(subject.drawn) == 0
     rows.audit()
-    assert rows.stop_SK[slot].tolist() == [1, 2, 3, 4, 5, 6]
+    assert [token for token in range(9) if rows.stops(np.array([slot]), np.array([token])).any()] == [1, 2, 3, 4, 5, 6]
     assert (rows.top_k_S[slot], rows.seed_S[slot]) == (7, 2**62 + 1)
     ((out, pages),) = rows.unload(np.array([slot]))
     assert out is subject
@@ -60,9 +60,25 @@ def test_the_next_owner_of_a_slot_sees_nothing_of_the_last():
     rows.unload(np.array([slot]))
     rows.load(request(1, prompt_len=1, stop_ids=(8,)), np.array([7]), 0)
     rows.audit()
-    assert rows.stop_SK[0].tolist() == [8, -1, -1, -1, -1, -1]
+    assert [token for token in range(9) if rows.stops(np.array([0]), np.array([token])).any()] == [8]
     ((out, pages),) = rows.unload(np.array([0]))
     assert (len(out.drawn), pages.tolist()) == (0, [7])
+
+
+def test_many_stop_tokens_are_nobody_elses_cost():
+    """A request may name the whole vocabulary; the table that every step looks through stays narrow."""
+    rows = table()
+    columns = rows.stop_SK.shape[1]
+    wide = rows.load(request(stop_ids=tuple(range(1000))), np.array([3]), 0)
+    narrow = rows.load(request(1, stop_ids=(1500,)), np.array([4]), 0)
+    slots = np.array([narrow, wide])
+    assert rows.stop_SK.shape[1] == columns
+    assert all(rows.stops(slots, np.array([token, token])).tolist() == [False, True] for token in range(1000))
+    assert rows.stops(slots, np.array([1500, 1500])).tolist() == [True, False]
+    rows.unload(np.array([wide]))
+    again = rows.load(request(2, stop_ids=(5,)), np.array([3]), 0)
+    assert again == wide
+    assert not rows.stops(np.array([again]), np.array([999])).any(), "of the sequence before"
 
 
 def test_columns_grow_with_the_longest_sequence():

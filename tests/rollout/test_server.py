@@ -160,6 +160,12 @@ async def test_a_bad_request_fails_alone(server, prompt, params, named):
     assert (await good).stop_reason == "completed"
 
 
+@pytest.mark.parametrize("prompt", [[5, 6.7], ["5", 6], "56", [[5], 6]], ids=str)
+async def test_a_prompt_that_is_no_list_of_ids_is_refused_not_rounded(server, prompt):
+    with pytest.raises(RequestError, match="request a"):
+        await server.generate(prompt, dict(SAMPLED), "a")
+
+
 async def test_images_are_refused(server):
     with pytest.raises(ValueError, match="image"):
         await server.generate([5], dict(SAMPLED), "a", image_data=[object()])

@@ -128,6 +128,31 @@ async def test_a_rank_that_gives_up_frees_the_others(server, weights):
     assert await update(server, weights, 9) == [9, 9]
 
 
+async def test_a_rank_that_does_not_come_to_the_end_frees_the_engine(server, weights, monkeypatch):
+    """Rank 0 has sent everything; rank 1 is lost before it says that it has, too."""
+
+    async def send_all() -> None:
+        packing = pack(iter(weights.items()), 1 << 13, torch.bfloat16)
+        async for bucket in packing:
+            await server.receive_weights(bucket, 0)
+
+    await asyncio.gather(*[server.begin_weights(20, rank, "") for rank in range(RANKS)])
+    await send_all()
+    with monkeypatch.context() as patched:
+        patched.setattr("verl_tim.rollout.senders.TIMEOUT", 0.05)
+        with pytest.raises(SendersError, match=r"finish_weights: after 0 s rank \[1\] has not come"):
+            await server.finish_weights(0)
+    await asyncio.wait_for(server.stats(), 10)
+    with pytest.raises(EngineStateError, match=r"rank \[1\] has not come"):
+        await server.generate([5], dict(SAMPLED), "none")
+    assert await update(server, weights, 21) == [21, 21]
+
+
+async def test_an_update_that_nobody_ended_gives_way_to_the_next_of_all_ranks(server, weights):
+    await asyncio.gather(*[server.begin_weights(22, rank, "") for rank in range(RANKS)])
+    assert await update(server, weights, 23) == [23, 23]
+
+
 async def test_sleep_and_wake(server, weights):
     await asyncio.gather(*[server.sleep() for _ in range(RANKS)])  # every rank's adapter asks
     await asyncio.gather(*[server.wake_up(["weights"]) for _ in range(RANKS)])

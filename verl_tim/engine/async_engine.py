@@ -88,7 +88,8 @@ class AsyncEngine:
         self._paused = False
         self._rejecting = False
         self._finishing: list[concurrent.futures.Future] = []  # callers of `finish` that wait
-        self._parked: list[_Parked] = []  # came while others were being finished
+        # Came while others were being finished, in that order; by future, so that any of many may leave at once.
+        self._parked: dict[concurrent.futures.Future, _Parked] = {}
         self._asleep: set[str] = set()
         self._thread = threading.Thread(target=self._loop, name="vexact-step", daemon=True)
         self._thread.start()
@@ -373,7 +374,7 @@ class AsyncEngine:
     def _admit(self, request_id: str, prompt_ids: Any, params: Any, future: concurrent.futures.Future) -> None:
         parked = _Parked(request_id, prompt_ids, params, future)
         if self._finishing:
-            self._parked.append(parked)
+            self._parked[future] = parked
         else:
             self._enter(parked)
 
@@ -399,18 +400,15 @@ class AsyncEngine:
             future.set_result(None)
 
     def _let_in(self, chosen: Callable[[_Parked], bool]) -> None:
-        parked, self._parked = self._parked, []
-        for each in parked:
-            if not chosen(each):
-                self._parked.append(each)
-                continue
+        for each in [parked for parked in self._parked.values() if chosen(parked)]:
+            del self._parked[each.future]
             try:
                 self._enter(each)
             except Exception as error:  # its caller's alone, as in `_run`
                 each.future.set_exception(error)
 
     def _abandon(self, request_id: str, future: concurrent.futures.Future) -> None:
-        self._parked = [each for each in self._parked if each.future is not future]
+        self._parked.pop(future, None)
         if self._waiters.get(request_id) is future:
             self._resolve(self._engine.abort(request_id))
 
@@ -447,7 +445,7 @@ class AsyncEngine:
             pending = [command.future for command in self._inbox if command.future.set_running_or_notify_cancel()]
             self._inbox.clear()
         waiters, self._waiters = self._waiters, {}
-        parked, self._parked = [each.future for each in self._parked], []
+        parked, self._parked = self._parked, {}
         finishing, self._finishing = self._finishing, []
         for future in (*waiters.values(), *parked, *finishing, *pending):
             future.set_exception(self._dead())

@@ -20,6 +20,10 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 # Below this a temperature is greedy decoding in disguise, and logits / T may overflow fp32.
 MIN_TEMPERATURE = 1e-3
 MAX_SEED = 2**63 - 1
+# More than any vocabulary; what holds a larger number of tokens is a mistake, and no kernel's integer.
+MAX_TOP_K = 2**31 - 1
+# Rows keep parameters in float32, where a larger number would be infinite and a smaller one zero: another parameter.
+_LARGEST, _SMALLEST = (float(bound) for bound in (np.finfo(np.float32).max, np.finfo(np.float32).tiny))
 
 
 def _integer(name: str, value: Any) -> int:
@@ -88,14 +92,18 @@ class SamplingParams:
                 f"temperature={self.temperature!r}: expected 0 (greedy) or at least {MIN_TEMPERATURE}; "
                 "use temperature=0 for greedy decoding"
             )
+        if self.temperature > _LARGEST:
+            raise RequestError(f"temperature={self.temperature!r}: expected at most {_LARGEST}, float32's largest")
         put("top_k", _integer("top_k", self.top_k))
-        if self.top_k < -1:
-            raise RequestError(f"top_k={self.top_k}: expected a positive number of tokens, or -1 (off)")
+        if not -1 <= self.top_k <= MAX_TOP_K:
+            raise RequestError(f"top_k={self.top_k}: expected a number of tokens from 1 to {MAX_TOP_K}, or -1 (off)")
         if self.top_k == 0:
             put("top_k", -1)
         put("top_p", _number("top_p", self.top_p))
         if not 0 < self.top_p <= 1:
             raise RequestError(f"top_p={self.top_p}: expected a mass in (0, 1]; 1 is off")
+        if self.top_p < _SMALLEST:
+            raise RequestError(f"top_p={self.top_p}: expected at least {_SMALLEST}, float32's smallest")
         put("min_p", _number("min_p", self.min_p))
         if not 0 <= self.min_p <= 1:
             raise RequestError(f"min_p={self.min_p}: expected a fraction in [0, 1]; 0 is off")

@@ -4,6 +4,9 @@ Everything a step needs of its sequences is read by indexing these arrays with a
 work is a fixed number of array operations and not a loop over sequences, tokens or pages.
 
 Shape suffixes: S slots, L token positions, M pages per sequence, K stop tokens, B the sequences at hand.
+
+What one sequence brings may not cost the others: a column as wide as the longest list of stop tokens would be looked
+through for every sequence in every step, so that what does not fit into a few columns is kept apart.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import numpy as np
 
 from verl_tim.engine.core import Drawn, Request, RequestState
 
+_STOPS = 8  # columns of stop tokens
 _RECORD = ("log_prob_SL", "kept_mass_SL", "top1_SL", "version_SL")
 
 
@@ -46,7 +50,8 @@ class RowTable:
         self.top_p_S = np.zeros(slots, np.float32)
         self.min_p_S = np.zeros(slots, np.float32)
         self.seed_S = np.zeros(slots, np.int64)
-        self.stop_SK = np.full((slots, 4), -1, np.int32)
+        self.stop_SK = np.full((slots, _STOPS), -1, np.int32)
+        self._more_stops: dict[int, frozenset[int]] = {}  # by slot, of sequences with more than the columns hold
 
         # By absolute position; the record columns are set from prompt_len on. Grown by doubling, up to max_model_len.
         capacity = min(max_model_len, 256)
@@ -89,11 +94,11 @@ class RowTable:
         self.top_p_S[slot] = params.top_p
         self.min_p_S[slot] = params.min_p
         self.seed_S[slot] = request.seed
-        if len(request.stop_ids) > self.stop_SK.shape[1]:
-            more = len(request.stop_ids) - self.stop_SK.shape[1]
-            self.stop_SK = np.pad(self.stop_SK, ((0, 0), (0, more)), constant_values=-1)
+        few, more = request.stop_ids[:_STOPS], request.stop_ids[_STOPS:]
         self.stop_SK[slot] = -1
-        self.stop_SK[slot, : len(request.stop_ids)] = request.stop_ids
+        self.stop_SK[slot, : len(few)] = few
+        if more:
+            self._more_stops[slot] = frozenset(more)
         self.token_SL[slot, :prompt_len] = request.prompt_P
         self.token_SL[slot, prompt_len:total] = drawn.token_N
         self.log_prob_SL[slot, prompt_len:total] = drawn.log_prob_N
@@ -125,6 +130,7 @@ class RowTable:
             self.page_SM[slot, : len(pages)] = 0
             self.num_pages_S[slot] = 0
             self.requests[slot] = None
+            self._more_stops.pop(slot, None)
             self.tenancy_S[slot] += 1
             self.num_pending_S[slot] = 0
             self._free_slots.append(slot)
@@ -179,6 +185,15 @@ class RowTable:
         self.expect(slots_B)
         self.record(slots_B, token_B, log_prob_B, kept_mass_B, top1_B, version)
 
+    def stops(self, slots_B: np.ndarray, token_B: np.ndarray) -> np.ndarray:
+        """Which of the tokens end their sequences, bool [B]."""
+        stopped_B = (self.stop_SK[slots_B] == token_B[:, None]).any(axis=1)
+        for slot, more in self._more_stops.items():
+            at = np.flatnonzero(slots_B == slot)
+            if len(at) and int(token_B[at[0]]) in more:
+                stopped_B[at] = True
+        return stopped_B
+
     def block_tables(self) -> list[np.ndarray]:
         """Pages of every running sequence, oldest first."""
         return [self.page_SM[slot, : self.num_pages_S[slot]] for slot in self.order]
@@ -201,6 +216,7 @@ class RowTable:
         assert (known < self.max_total_S[order]).all(), "a sequence at its length limit still runs"
         assert (self.num_tokens_S[order] <= self.max_total_S[order]).all(), "a sequence is to draw more than it may"
         assert (known >= self.prompt_len_S[order]).all(), "more tokens are expected than were drawn"
+        assert used.issuperset(self._more_stops), "stop tokens of a sequence that is gone"
         unused = np.setdiff1d(np.arange(len(self.requests)), order)
         assert not self.num_pending_S[unused].any(), "an empty slot expects a token"
         held = self.num_pages_S[order] * self.page_size

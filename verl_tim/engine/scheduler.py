@@ -229,7 +229,7 @@ class Scheduler:
                 return outputs
         rows.record(slots, token, drawn.log_prob_B, drawn.kept_mass_B, drawn.top1_B, weight_version)
         stats.drawn_tokens += len(slots)
-        stopped = (rows.stop_SK[slots] == token[:, None]).any(axis=1)
+        stopped = rows.stops(slots, token)
         known = rows.num_tokens_S[slots] - rows.num_pending_S[slots]
         done = stopped | (known == rows.max_total_S[slots])
         if done.any():

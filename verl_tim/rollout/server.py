@@ -110,7 +110,6 @@ class EngineServer:
                         f"rollout {self.name} serves text only, the request holds {kind} data: take rollout=vllm "
                         "trainer=stock for such data, or leave it out of the prompts"
                     )
-            prompt_ids = [int(token) for token in prompt_ids]
             values = dict(sampling_params)
             wanted = bool(values.pop(RECORD_PARAM, False))
             routes = wanted or self.options.return_routes
@@ -242,11 +241,11 @@ class EngineServer:
         if trainer is not None:
             await self._check_pairing(trainer)
         if self._beginning is None:
-            if self._update is not None:
-                await self.abandon_weights("a new weight update began before the last one ended")
-            self._beginning = Gathering(self._num_ranks, "begin_weights")
+            self._beginning = Gathering(self._num_ranks, "begin_weights")  # before any wait: the others come meanwhile
         beginning = self._beginning
-        if beginning.come(rank, identity):
+        complete = beginning.come(rank, identity)
+        await self._abandon_update("a new weight update began before the last one ended")
+        if complete:
             self._beginning = None
             own = [device_identity(rank_device(self.options.engine.device, r)) for r in range(self._num_ranks)]
             shares = own == [beginning.said[r] for r in range(self._num_ranks)] and "" not in own
@@ -299,6 +298,9 @@ class EngineServer:
         beginning, self._beginning = self._beginning, None
         if beginning is not None:
             beginning.give_up(SendersError(reason))
+        await self._abandon_update(reason)
+
+    async def _abandon_update(self, reason: str) -> None:
         update, self._update = self._update, None
         if update is not None:
             await update.fail(reason)
@@ -520,10 +522,15 @@ class _Update:
                 self._ending.give_up(error)
             else:
                 self._ending.go_on(None)
-        await self._ending.result()
+        try:
+            await self._ending.result()
+        except SendersError as error:
+            await self.fail(str(error))  # nobody else ends the stream, and the engine would wait for it for ever
+            raise
 
     async def fail(self, reason: str) -> None:
-        self._failed = reason
+        if self._failed is None:
+            self._failed = reason
         self._ending.give_up(SendersError(reason))
         self._buckets.put_nowait((None, None))
         try:
