@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from verl_tim.engine import EngineDeadError, EngineStateError, RequestError
 from verl_tim.rollout.options import rollout_options
-from verl_tim.rollout.server import EngineServer
+from verl_tim.rollout.server import KEPT_FAILURES, EngineServer
 from verl_tim.rollout.weights import send
 from verl_tim.training.config import ConfigError
 from verl_tim.training.pairing import card_of
@@ -507,11 +507,20 @@ async def test_a_report_counts_and_names_failures_once(server):
         await server.generate([5], {**SAMPLED, "temprature": 1}, "bad")
     report = await server.report()
     assert report["counters"]["drawn_tokens"] > 0
-    assert len(report["failures"]) == 1
+    assert report["num_failures"] == len(report["failures"]) == 1
     assert "temprature" in report["failures"][0]
     again = await server.report()
     assert again["counters"] == dict.fromkeys(report["counters"], 0)
-    assert again["failures"] == []
+    assert (again["num_failures"], again["failures"]) == (0, [])
+
+
+async def test_a_server_that_nobody_asks_for_reports_keeps_few_of_its_failures(server):
+    """Such are those of reward models and teachers, which verl starts and only its trainer's own rollout is asked."""
+    wrong = [server.generate([5], {**SAMPLED, "temprature": n}, str(n)) for n in range(KEPT_FAILURES + 5)]
+    assert all(isinstance(one, RequestError) for one in await asyncio.gather(*wrong, return_exceptions=True))
+    report = await server.report()
+    assert report["num_failures"] == KEPT_FAILURES + 5
+    assert len(report["failures"]) == KEPT_FAILURES
 
 
 async def test_a_profile_that_is_asked_for_is_declined_once(server, caplog):

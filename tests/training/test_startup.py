@@ -73,6 +73,7 @@ def report(steps=1, *failures):
     return {
         "counters": {"steps": steps, "preemptions": 2},
         "marks": {"max_running": 10 + steps, "tokens_per_second": 100.0},
+        "num_failures": 3 * len(failures),
         "failures": list(failures),
     }
 
@@ -90,7 +91,7 @@ def test_counters_and_rates_are_summed_over_the_servers_and_of_marks_the_highest
 def test_a_failed_request_stops_the_run_with_its_cause():
     watch = startup.RolloutWatch(config(), [manager(Server(report(3)), Server(report(4, "RequestError: too long")))])
     with pytest.raises(
-        startup.RolloutError, match="1 requests to the rollout failed; the first: RequestError: too long"
+        startup.RolloutError, match="3 requests to the rollout failed; the first: RequestError: too long"
     ):
         watch.check()
 

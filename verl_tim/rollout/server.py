@@ -41,6 +41,8 @@ REPORTED_COUNTERS = ("steps", "drawn_tokens", "preemptions", "chunk_cuts", "pref
 
 # A scrape waits so long for what the engine does. The Prometheus that verl sets up gives up after ten seconds.
 _STATS_SECONDS = 5.0
+KEPT_FAILURES = 20
+"""Messages of failed requests that are kept until the next report; all are counted. Nobody may ask for one."""
 
 # verl's names for how a response ended (workers/rollout/vllm_rollout/vllm_async_server.py:724).
 _STOP_REASONS = {"stop": "completed", "length": "completed", "abort": "aborted"}
@@ -71,7 +73,7 @@ class EngineServer:
         self._update: _Update | None = None
         self._beginning: Gathering | None = None
         # what failed since the last report; verl's V1 trainer drops a failed response without a word
-        self._failures: list[str] = []
+        self._num_failures, self._failures = 0, list[str]()
         self._reported = EngineStats()
         self._said_no_profile = False
         self._card: Card | None = None  # empty in stock numerics; made at the first update, when the engine stands
@@ -116,7 +118,9 @@ class EngineServer:
             params = self._sampling_params({**values, "record_routes": routes}, len(prompt_ids))
             output = await self.engine.generate(request_id, prompt_ids, params)
         except Exception as error:
-            self._failures.append(f"{type(error).__name__}: {error}")
+            self._num_failures += 1
+            if len(self._failures) < KEPT_FAILURES:
+                self._failures.append(f"{type(error).__name__}: {error}")
             raise
         return TokenOutput(
             token_ids=output.token_ids,
@@ -391,13 +395,15 @@ class EngineServer:
         return dataclasses.asdict(await self.engine.stats())
 
     async def report(self) -> dict[str, Any]:
-        """What happened since the last report: the engine's `counters` and `marks`, `failures` of requests (messages).
+        """What happened since the last report: the engine's `counters` and `marks`, `num_failures` of requests, and
+        `failures`, the messages of the first of them (at most `KEPT_FAILURES`).
 
         Raises:
             EngineDeadError: the engine has failed, with the cause.
         """
         stats, before = await self.engine.stats(begin_marks=True), self._reported
-        failures, self._failures, self._reported = self._failures, [], stats
+        failures = {"num_failures": self._num_failures, "failures": self._failures}
+        self._num_failures, self._failures, self._reported = 0, [], stats
         counters = {name: getattr(stats, name) - getattr(before, name) for name in REPORTED_COUNTERS}
         marks = {
             "max_running": stats.max_running,
@@ -405,7 +411,7 @@ class EngineServer:
             "max_kv_use": stats.max_kv_use,
             "tokens_per_second": counters["drawn_tokens"] / max(stats.busy_seconds - before.busy_seconds, 1e-9),
         }
-        return {"counters": counters, "marks": marks, "failures": failures}
+        return {"counters": counters, "marks": marks, **failures}
 
     async def serve_metrics(self, address: str, model_name: str | None) -> str:
         """Serve the engine's metrics as Prometheus text until this process ends; "address:port", a URL's host.

@@ -115,7 +115,8 @@ class RolloutWatch:
         reports = ray.get([server.report.remote() for server in self._servers])
         failures = [failure for report in reports for failure in report["failures"]]
         if failures:
-            raise RolloutError(f"{len(failures)} requests to the rollout failed; the first: {failures[0]}")
+            count = sum(report["num_failures"] for report in reports)
+            raise RolloutError(f"{count} requests to the rollout failed; the first: {failures[0]}")
         failures = [
             failure for some in ray.get([loop.take_failures.remote() for loop in self._loops]) for failure in some
         ]
