@@ -138,7 +138,7 @@ def test_runs_of_two_variants_that_are_one_are_said(tmp_path):
         rf"dense-grpo, seed 2: `vllm_recompute` and `vllm_invariant` \({steps} steps, [\d,]+ values\)\.\n", text
     )
     assert "seed 1: `vllm" not in text
-    assert "the mode changes no bit" in text
+    assert "the mode changed no bit" in text
 
     def change(entry):
         if entry["step"] == 3:
