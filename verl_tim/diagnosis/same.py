@@ -129,7 +129,7 @@ def same_runs(first: str | Path, second: str | Path) -> Sameness:
     names = sorted({*logs[0].names(), *logs[1].names()})
     return Sameness(
         runs=(str(runs[0].path), str(runs[1].path)),
-        sections=(_samples(*runs), _tokens(*runs), *_tensors(*runs), _metrics(*logs)),
+        sections=(_samples(*runs), _tokens(*runs), *_tensors(*runs), compare_metrics(*logs)),
         left_out=tuple(name for name in names if left_out(name)),
         config=tuple(_config(*runs)),
         facts=tuple(_facts(*runs)),
@@ -175,7 +175,8 @@ class Tally:
         return Section(self._name, self._unit, self._compared, self._differing, self._first, note)
 
 
-def _metrics(first: MetricLog, second: MetricLog) -> Section:
+def compare_metrics(first: MetricLog, second: MetricLog) -> Section:
+    """Every value of every step, but what is `left_out`; a step or a value that one run lacks differs."""
     tally = Tally("metrics", "values")
     logs = [{record.step: record for record in log.records} for log in (first, second)]
     for step in sorted({*logs[0], *logs[1]}):

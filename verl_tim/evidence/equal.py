@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Set
+from dataclasses import dataclass, replace
 from itertools import combinations
 
 from verl_tim.diagnosis.metric_log import MetricLog
-from verl_tim.diagnosis.same import left_out
+from verl_tim.diagnosis.same import compare_metrics
 from verl_tim.evidence.names import RunName
 from verl_tim.evidence.runs import Evidence
 
@@ -34,22 +34,13 @@ def equal_runs(evidence: Evidence) -> Iterator[Equal]:
     for pair in evidence.pairs:
         logs = dict(zip(pair.folders, (run.log for run in pair.comparison.runs), strict=True))
         for (first, one), (second, other) in combinations(logs.items(), 2):
-            if first.seed == second.seed and (found := _same_values(one, other)) is not None:
-                yield Equal(first, second, *found)
+            if first.seed != second.seed:
+                continue
+            steps = {*one.steps} & {*other.steps}
+            section = compare_metrics(_only(one, steps), _only(other, steps))
+            if section.compared and not section.differing:
+                yield Equal(first, second, len(steps - {0}), section.compared)  # step 0: validation before the first
 
 
-def _same_values(first: MetricLog, second: MetricLog) -> tuple[int, int] | None:
-    """Steps and values that both logged; None where there are none, or one of them differs."""
-    theirs = {record.step: record for record in second.records}
-    steps = values = 0
-    for record in first.records:
-        other = theirs.get(record.step)
-        if other is None:
-            continue
-        names = {
-            name for name in (*record.data, *record.nonfinite, *other.data, *other.nonfinite) if not left_out(name)
-        }
-        if any(record.data.get(name) != other.data.get(name) for name in names):
-            return None
-        steps, values = steps + (record.step > 0), values + len(names)  # step 0: validation before the first
-    return (steps, values) if values else None
+def _only(log: MetricLog, steps: Set[int]) -> MetricLog:
+    return replace(log, records=[record for record in log.records if record.step in steps])

@@ -33,7 +33,7 @@ from verl_tim.numerics.head import head_logits, log_probs_of, mask_padding, toke
 from verl_tim.numerics.linear import PreparedLinear, matmul_rows
 from verl_tim.numerics.norm import add_rms_norm_inference
 from verl_tim.numerics.paging import DecodeBatch, PagedBatch
-from verl_tim.numerics.probe import ProbeReport, probe
+from verl_tim.numerics.probe import ProbeReport, ProbeShapes, probe
 from verl_tim.numerics.rope import RopeTable
 from verl_tim.numerics.sampling import Sampled, SamplingTensors, draw, sample
 from verl_tim.numerics.shards import VocabularyPart
@@ -221,14 +221,12 @@ class EngineModel:
         """See `verl_tim.models.weights.weight_checksum`; of a model in one piece."""
         return checksum_of(self.weight_digests())
 
-    def probe(self, page_size: int | None = None) -> ProbeReport:
+    def probe(self, page_size: int = ProbeShapes.page_size) -> ProbeReport:
         """Check the contract at this model's shapes on this device (`verl_tim.numerics.probe`); for start-up.
 
-        `page_size`: tokens per KV page of the engine around the model; None: what a GPU's engine has by default.
+        `page_size`: tokens per KV page of the engine around the model.
         """
-        shapes = dataclasses.replace(self.config.probe_shapes, ranks=self.place.shards.size)
-        if page_size is not None:
-            shapes = dataclasses.replace(shapes, page_size=page_size)
+        shapes = dataclasses.replace(self.config.probe_shapes, ranks=self.place.shards.size, page_size=page_size)
         return probe(self.device, self.dtype, shapes, attention=self.attention)
 
     def _require_weights(self) -> None:
