@@ -71,6 +71,8 @@ model() {
 }
 
 part kernels 600 "$PY" -m pytest -q -m gpu tests/numerics
+# tests that take what device there is: interpreted without a GPU, here the kernels themselves
+part kernels.either 300 "$PY" -m pytest -q tests/numerics/gpu
 part ops 120 "$PY" -m verl_tim.cli verify --ops
 part ops.fa3 120 "$PY" -m verl_tim.cli verify --ops --attention fa3
 # Published shapes with few layers: random weights, peaked logits; every scenario of the exactness gate.
