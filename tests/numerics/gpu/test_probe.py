@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from verl_tim.numerics.contract import ContractError, interpreted_schedules
-from verl_tim.numerics.gpu import attention, attention_plan, few_rows, gemm, grouped_gemm, head, probe
+from verl_tim.numerics.gpu import attention, attention_plan, few_rows, gemm, grouped_gemm, head, probe, rope, sampling
 from verl_tim.numerics.probe import ProbeReport, ProbeShapes
+from verl_tim.numerics.sampling import Sampled
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for Triton's interpreter")
 
@@ -80,15 +81,20 @@ def test_shares_of_split_weights_that_hold(monkeypatch):
         for each in (dataclasses.replace(shapes, ranks=1), shapes)
     )
     monkeypatch.setattr(probe, "_ROWS", 40)
+    monkeypatch.setattr(sampling, "CHUNK_ROWS", 2)
     for checks in (whole, split):
         checks.linears()
         checks.experts()
         params = probe._sampling(torch.arange(3))
         hidden, weight = checks.random(3, 48), checks.random(300, 48)
         if checks is split:
-            checks.shards_of_head(hidden, weight, params, probe.draw(hidden, weight, 300, params))
+            none = probe._no_rows(checks.device)
+            checks.shards_of_head(
+                "head(300, 48)", hidden, weight, params, none, probe.draw(hidden, weight, 300, params)
+            )
+            checks.cuts()  # of the whole head, too
     assert not split.report.forbidden
-    for op in ("linear(48, 48)", EXPERTS, "head(300, 48)"):
+    for op in ("linear(48, 48)", EXPERTS, "head(300, 48)", "cuts(300, 48)"):
         assert split.report.comparisons[op] > whole.report.comparisons.get(op, 0)
 
 
@@ -296,3 +302,49 @@ def test_swiglu_in_a_product_that_differs_is_dropped(checks, monkeypatch):
 def test_what_no_other_schedule_can_stand_in_for_is_not_forbidden(module):
     with pytest.raises(ContractError, match="can be forbidden; there"):
         module.forbid("slabs")
+
+
+@pytest.mark.parametrize("name", ["token_B", "log_prob_B", "kept_mass_B"])
+def test_a_cut_that_differs_alone_is_refused(checks, name, monkeypatch):
+    def drawn(hidden, weight, vocab_size, params, cut):
+        value = params.position_B.float()
+        rows = Sampled(value.long(), value, value, value.long())
+        if len(hidden) == 1:
+            setattr(rows, name, getattr(rows, name) + 1)
+        return rows
+
+    monkeypatch.setattr(probe, "draw", drawn)
+    monkeypatch.setattr(probe, "token_log_probs", lambda hidden, *_: (torch.arange(len(hidden)).float(), None))
+    with pytest.raises(
+        ContractError, match=rf"cuts\(64, 48\) is not exact .*\(triton, {name[:-2]} of 1 rows, of which"
+    ):
+        checks.cuts()
+
+
+def test_a_cut_whose_log_prob_is_not_the_trainers_is_refused(checks, monkeypatch):
+    def drawn(hidden, weight, vocab_size, params, cut):
+        value = params.position_B.float()
+        return Sampled(value.long(), value, value, value.long())
+
+    monkeypatch.setattr(probe, "draw", drawn)
+    monkeypatch.setattr(probe, "token_log_probs", lambda hidden, *_: (torch.arange(1, len(hidden) + 1).float(), None))
+    with pytest.raises(
+        ContractError, match=r"cuts\(64, 48\) is not exact .*\(triton, sampler against trainer, 66 rows"
+    ):
+        checks.cuts()
+
+
+def test_rope_of_many_rows_that_differs_is_refused(checks, monkeypatch):
+    """Many tokens take another kernel than a decode step's."""
+    monkeypatch.setattr(rope, "MANY_TOKENS", 80)
+    right = probe.qk_norm_rope
+
+    def wrong_for_many(q, *rest):
+        got = right(q, *rest)
+        if len(q) >= 80:
+            got[0].add_(1)
+        return got
+
+    monkeypatch.setattr(probe, "qk_norm_rope", wrong_for_many)
+    with pytest.raises(ContractError, match=r"qk_norm_rope\(4/2 heads of 16\) is not exact .* the last 1 of 85 rows"):
+        checks.rope()

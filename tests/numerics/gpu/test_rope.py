@@ -54,7 +54,7 @@ def test_fused_equals_unfused(q_heads, kv_heads, head_dim, qk_norm):
 def test_several_groups_of_heads_per_program(monkeypatch):
     case = _Case(5, 40, 2, 64)
     want = case.run()
-    monkeypatch.setattr(rope, "_MANY_TOKENS", 5)
+    monkeypatch.setattr(rope, "MANY_TOKENS", 5)
     got = case.run()
     assert same_bits(got[0], want[0])
     assert same_bits(got[1], want[1])
@@ -120,7 +120,7 @@ def test_bits_on_the_device(head_dim, q_heads, kv_heads, monkeypatch):
     for got, want in zip((q, k), case.unfused(), strict=True):
         assert same_bits(got, want)
     k_pages, v_pages, slot = case.pages(16)
-    monkeypatch.setattr(rope, "_MANY_TOKENS", 1)
+    monkeypatch.setattr(rope, "MANY_TOKENS", 1)
     for got, want in zip(case.run(), (q, k), strict=True):
         assert same_bits(got, want)
     paged, _ = case.run(v_THD=case.v, kv_write=(k_pages, v_pages, slot), keep_k=False)

@@ -11,6 +11,7 @@ A message names the operation with its shape, and the schedule and the rows in b
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import time
@@ -59,7 +60,7 @@ class GpuProbe:
         return torch.Generator(self.device).manual_seed(0)
 
     def run(self) -> None:
-        for check in (self.linears, self.row_ops, self.attention, self.experts, self.head):
+        for check in (self.linears, self.row_ops, self.attention, self.experts, self.head, self.cuts):
             check()
 
     def random(self, *size: int) -> Tensor:
@@ -212,18 +213,23 @@ class GpuProbe:
 
     def rope(self) -> None:
         s = self.shapes
-        rows, half, op = 77, s.head_dim // 2, f"qk_norm_rope({self.heads})"
+        rows, half, op = kernels("rope").MANY_TOKENS + 5, s.head_dim // 2, f"qk_norm_rope({self.heads})"
         qkv = self.random(rows, s.num_heads + 2 * s.num_kv_heads, s.head_dim)
         norms = self.random(2, s.head_dim)
         table = RopeTable([10000.0 ** (-i / half) for i in range(half)], 1.0, 4096, self.device)
-        cos, sin = table.at(torch.arange(rows, device=self.device) * 17, 4096)
+        cos, sin = table.at(torch.arange(rows, device=self.device), 4096)
         q, k, v = (part.contiguous() for part in qkv.split([s.num_heads, s.num_kv_heads, s.num_kv_heads], dim=1))
         want_q, want_k = qk_norm_rope(q, k, (norms[0], norms[1]), _EPS, cos, sin)
         repeated = torch.cat([norms[:1].expand(s.num_heads, -1), norms[1:].expand(s.num_kv_heads, -1)])
-        for count in (1, 8, rows):
+        for count in (1, 8, 77, rows):
+            part = slice(rows - count, rows)
+            if count < rows:
+                got_q, got_k = qk_norm_rope(q[part], k[part], (norms[0], norms[1]), _EPS, cos[part], sin[part])
+                where = f"triton, the last {count} of {rows} rows"
+                self.expect(op, got_q, want_q[part], where)
+                self.expect(op, got_k, want_k[part], where + ", keys")
             pages = torch.zeros(2, rows + 1, 1, s.num_kv_heads, s.head_dim, dtype=qkv.dtype, device=self.device)
             slots = (_permutation(rows)[:count] + 1).to(self.device)
-            part = slice(rows - count, rows)
             got_q = qk_norm_rope_write(
                 qkv[part], s.num_heads, repeated, _EPS, cos[part], sin[part], pages[0], pages[1], slots
             )
@@ -430,31 +436,62 @@ class GpuProbe:
                 else:
                     self.keep_or_forbid(self.head_op, schedule, got, whole[:count], where, head.forbid)
             if s.ranks > 1:
-                self.shards_of_head(hidden[:count], weight, params, want)
+                self.shards_of_head(self.head_op, hidden[:count], weight, params, _no_rows(self.device), want)
             scored, _ = token_log_probs(hidden[:count], weight, want.token_B[:count], params.temperature_B)
             where = f"{head.schedule_of(count)}, sampler against trainer, {count} rows"
             self.expect(self.head_op, scored, want.log_prob_B[:count], where)
 
-    def shards_of_head(self, hidden: Tensor, weight: Tensor, params: SamplingTensors, want: Sampled) -> None:
+    def cuts(self) -> None:
+        """Draws of rows that cut the vocabulary, in each way and in all at once."""
+        s, op = self.shapes, f"cuts({self.shapes.vocab_size}, {self.shapes.hidden_size})"
+        chunk = kernels("sampling").CHUNK_ROWS
+        rows = chunk + 2
+        # logits of a spread of two: a cut then leaves many ids, or few
+        hidden = self.random(rows, s.hidden_size) * (2 * s.hidden_size**-0.5)
+        weight = self.random(s.vocab_size, s.hidden_size)
+        row = torch.arange(rows, device=self.device)
+        every = dataclasses.replace(
+            _sampling(row),
+            top_k_B=torch.where(row % 4 % 3 == 0, 20, -1),
+            top_p_B=torch.where((row % 4 == 1) | (row % 4 == 3), 0.9, 1.0),
+            min_p_B=torch.where(row % 4 >= 2, 0.02, 0.0),
+        )
+        want = draw(hidden, weight, s.vocab_size, every, row)
+        for count in (1, chunk, rows):
+            for what, cut in (("all of them", row[:count]), ("every other one", row[:count:2])):
+                params = every.rows(row[:count])
+                drawn = draw(hidden[:count], weight, s.vocab_size, params, cut)
+                for name in ("token_B", "log_prob_B", "kept_mass_B"):
+                    where = f"triton, {name[:-2]} of {count} rows, of which {what} cut"
+                    self.expect(op, getattr(drawn, name)[cut], getattr(want, name)[cut], where)
+            if s.ranks > 1:
+                self.shards_of_head(op, hidden[:count], weight, params, row[:count], want)
+        scored, _ = token_log_probs(hidden, weight, want.token_B, every.temperature_B)
+        self.expect(op, scored, want.log_prob_B, f"triton, sampler against trainer, {rows} rows")
+
+    def shards_of_head(
+        self, op: str, hidden: Tensor, weight: Tensor, params: SamplingTensors, cut: Tensor, want: Sampled
+    ) -> None:
         """A draw over a split vocabulary, all of whose ranks run here one after another, against the whole one."""
-        ranks, given = self.shapes.ranks, list[Tensor]()
+        ranks, given = self.shapes.ranks, list[list[Tensor]]()  # by rank, what it gathers
 
         def note(x: Tensor) -> Tensor:
-            given.append(x)
-            return torch.stack([x] * ranks)
+            given[-1].append(x)
+            return x.new_zeros(ranks, *x.shape)  # what comes of these is not looked at, and x may end in padding
 
         def drawn(rank: int, gather: Callable[[Tensor], Tensor]) -> Sampled:
             part = vocabulary_part(Shards(rank, ranks, gather), self.shapes.vocab_size, self.device)
-            return split_draw(hidden, weight[part.rows], part, params, _no_rows(self.device))
+            return split_draw(hidden, weight[part.rows], part, params, cut)
 
         for rank in range(ranks):
+            given.append([])
             drawn(rank, note)
-        every = torch.stack(given)
-        got = drawn(ranks - 1, lambda _: every)
+        gathered = map(torch.stack, zip(*given, strict=True))
+        got = drawn(ranks - 1, lambda _: next(gathered))
         rows = hidden.shape[0]
         where = f"{kernels('head').schedule_of(rows)}, {rows} rows, {ranks} parts of the vocabulary"
-        self.expect(self.head_op, got.log_prob_B, want.log_prob_B[:rows], where)
-        self.expect(self.head_op, got.token_B, want.token_B[:rows], where)
+        self.expect(op, got.log_prob_B, want.log_prob_B[:rows], where)
+        self.expect(op, got.token_B, want.token_B[:rows], where)
 
 
 def _permutation(count: int) -> Tensor:
@@ -466,7 +503,7 @@ class Rehearsal(GpuProbe):
     """The same checks on the meta device: everything is launched as they launch it, and nothing compared."""
 
     def run(self) -> None:
-        for check in (self.attention, self.head, self.experts, self.linears, self.row_ops):  # longest compiles first
+        for check in (self.attention, self.head, self.cuts, self.experts, self.linears, self.row_ops):  # longest first
             check()
 
     def random(self, *size: int) -> Tensor:
@@ -482,7 +519,7 @@ class Rehearsal(GpuProbe):
 
     def imports(self) -> None:
         """What the checks import when they first need it."""
-        ops = ["gemm", "few_rows", "norm", "activation", "rope", "head"]
+        ops = ["gemm", "few_rows", "norm", "activation", "rope", "head", "sampling"]
         ops += ["attention", "chunk64"] if self.is_chunk64 else []
         ops += ["moe", "grouped_gemm", "dispatch", "combine"] if self.shapes.moe else []
         for op in ops:

@@ -22,7 +22,7 @@ from verl_tim.numerics.gpu.sums import column_sums
 
 _PROGRAMS = 4096  # of a backward, over token blocks and head groups
 _STAGES = 1
-_MANY_TOKENS = 2048
+MANY_TOKENS = 2048
 
 
 class KVWrite(NamedTuple):
@@ -259,7 +259,7 @@ def qk_norm_rope(
     log_half, heads = _tile(head_dim, q_heads)
     k_groups = triton.cdiv(kv_heads, heads)
     # many tokens fill the device: then a program takes several groups of q heads and loads cos and sin once
-    repeat = min(4, triton.cdiv(q_heads, heads)) if tokens >= _MANY_TOKENS else 1
+    repeat = min(4, triton.cdiv(q_heads, heads)) if tokens >= MANY_TOKENS else 1
     groups = triton.cdiv(q_heads, heads * repeat) + k_groups * (1 if kv_write is None else 2)
     k_pages, v_pages = pages.k_pages_PSHD, pages.v_pages_PSHD
     _forward[(tokens, groups)](

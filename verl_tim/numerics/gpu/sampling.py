@@ -25,9 +25,15 @@ from verl_tim.numerics.gpu.vocabulary_tile import divide, philox_words, waiting_
 from verl_tim.numerics.shards import VocabularyPart
 
 _BLOCK = 4096
-_CHUNK_ROWS = 64  # rows whose logits are in flight
+CHUNK_ROWS = 64  # rows whose logits are in flight
 _BINS = tl.constexpr(256)
 _BINS_PER_NAT = tl.constexpr(16.0)
+
+# One value a program: aligned or not, it is read or written alone, and compiles to the same.
+_PER_ROW = [
+    "temperature_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr", "seed_ptr", "position_ptr", "max_ptr", "log_sum_ptr",
+    "top1_ptr", "token_ptr", "log_prob_ptr", "kept_mass_ptr",
+]  # fmt: skip
 
 
 class CutDraw(NamedTuple):
@@ -93,7 +99,7 @@ def _probability(key, maximum, log_sum):
     return tl.exp((z - maximum) - log_sum)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_PER_ROW)
 def _cut_and_draw(
     logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, position_ptr, max_ptr, log_sum_ptr,
     top1_ptr, z_ptr, id_ptr, token_ptr, log_prob_ptr, kept_mass_ptr, vocab, stride, BLOCK: tl.constexpr,
@@ -261,11 +267,11 @@ def sample_with_cuts(
     token = torch.empty(count, dtype=torch.int64, device=device)
     top1 = torch.empty_like(token)
     log_prob, kept_mass = (torch.empty(count, dtype=torch.float32, device=device) for _ in range(2))
-    chunk = min(count, _CHUNK_ROWS)
+    chunk = min(count, CHUNK_ROWS)
     logits_buffer, z = (torch.empty(chunk, vocab, dtype=torch.float32, device=device) for _ in range(2))
     candidate = torch.empty(chunk, vocab, dtype=torch.int32, device=device)
-    for first in range(0, count, _CHUNK_ROWS):
-        at = slice(first, min(first + _CHUNK_ROWS, count))
+    for first in range(0, count, CHUNK_ROWS):
+        at = slice(first, min(first + CHUNK_ROWS, count))
         some = at.stop - at.start
         if part is None:
             logits = gemm(hidden_RD[at], weight_VD, out_dtype=torch.float32, out=logits_buffer[:some])
