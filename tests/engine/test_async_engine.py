@@ -487,19 +487,19 @@ async def test_leaving_the_parked_ones_is_cheap_however_many_there_are(make_engi
         await asyncio.sleep(0)
         await engine.stats()
         assert len(engine._parked) == parked
-        began = time.perf_counter()
+        began = time.process_time()  # of both threads; the clock would count other processes, too
         for call in calls:
             call.cancel()
         await asyncio.gather(*calls, return_exceptions=True)
         await engine.stats()
-        took = time.perf_counter() - began
+        took = time.process_time() - began
         assert not engine._parked
         assert await engine.abort("a")
         await asyncio.wait_for(asyncio.gather(finish, task), 30)
         return took
 
     few = min([await seconds(500) for _ in range(2)])
-    assert await seconds(8_000) < 48 * max(few, 0.01)
+    assert await seconds(8_000) < 64 * max(few, 0.01)  # 16 times as many; searched one by one: 256 times the work
 
 
 @pytest.mark.asyncio
