@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from verl_tim.cli import app
 from verl_tim.diagnosis.metric_log import RunFolderError
 from verl_tim.diagnosis.run_folder import METRICS_NAME, SAMPLES_NAME
-from verl_tim.diagnosis.same import left_out, same_runs
+from verl_tim.diagnosis.same import RESTARTS, left_out, same_runs
 from verl_tim.diagnosis.token_dump import DumpedSequence, write_step
 
 runner = CliRunner()
@@ -125,6 +125,7 @@ def test_a_zero_of_the_other_sign_differs_and_two_nans_do_not(pair):
         "tim/rollout_prefix_hit_tokens",
         "tim/rollout_max_kv_use",
         "tim/rollout_tokens_per_second",
+        "tim/rollout_restarts",
     ],
 )
 def test_clocks_memory_and_schedule_are_left_out(pair, name):
@@ -141,6 +142,17 @@ def test_clocks_memory_and_schedule_are_left_out(pair, name):
 )
 def test_what_says_something_of_the_computation_is_not_left_out(name):
     assert not left_out(name)
+
+
+@pytest.mark.parametrize(("restarts", "equal"), [(1.0, True), (0.0, False)])
+def test_counts_are_not_compared_in_the_step_in_which_a_replica_died_with_its_own(pair, restarts, equal):
+    name = "tim/rollout_drawn_tokens"
+    for run in pair:
+        edit_metrics(run, lambda steps: [step.update({name: 9.0, RESTARTS: 0.0}) for step in steps.values()])
+    edit_metrics(pair[1], lambda steps: steps[1].update({name: 4.0, RESTARTS: restarts}))
+    assert same_runs(*pair).equal == equal
+    edit_metrics(pair[1], lambda steps: steps[2].update({name: 8.0}))
+    assert same_runs(*pair).first[1].name == name
 
 
 def test_a_metric_or_a_step_that_one_run_lacks_is_a_difference(pair):

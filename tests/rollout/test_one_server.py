@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 from verl.workers.rollout.llm_server import LLMServerClient
 
+from verl_tim.rollout.failover import FailoverClient
 from verl_tim.rollout.one_server import OneServerClient, client_of
 
 
@@ -29,8 +30,9 @@ def balancer():
     )
 
 
-def manager(addresses, router=None):
-    made = SimpleNamespace(rollout_config=SimpleNamespace(router_config_path=router), get_addresses=lambda: addresses)
+def manager(addresses, router=None, name="vexact"):
+    rollout = SimpleNamespace(router_config_path=router, name=name)
+    made = SimpleNamespace(rollout_config=rollout, get_addresses=lambda: addresses)
     made.get_client = lambda client_cls=LLMServerClient: client_cls(config=None, load_balancer_handle=balancer())
     return made
 
@@ -46,6 +48,11 @@ async def test_one_server_is_asked_for_once():
     assert client._load_balancer.release_server.calls == []
 
 
+def test_of_several_of_ours_another_answers_for_one_that_died():
+    for router in (None, "mine.yaml"):
+        assert type(client_of(manager(["here", "there"], router=router))) is FailoverClient
+
+
 def test_where_there_is_a_choice_it_is_verls():
-    assert type(client_of(manager(["here", "there"]))) is LLMServerClient
+    assert type(client_of(manager(["here", "there"], name="vllm"))) is LLMServerClient
     assert type(client_of(manager(["here"], router="mine.yaml"))) is LLMServerClient

@@ -31,7 +31,7 @@ def options(context=128, **changes):
 
 
 def test_verls_keys_reach_the_engine():
-    engine = {"page_size": 8, "kv_cache_tokens": 512, "num_threads": 2, "in_flight": "keep"}
+    engine = {"page_size": 8, "kv_cache_tokens": 512, "num_threads": 2, "in_flight": "keep", "max_restarts": 5}
     read = options(engine_kwargs={"vexact": engine})
     engine = read.engine
     assert (engine.numerics, engine.dtype, engine.seed, engine.max_num_seqs) == ("contract", "bfloat16", 7, 16)
@@ -40,6 +40,7 @@ def test_verls_keys_reach_the_engine():
     assert not engine.load_weights
     assert read.num_threads == 2
     assert read.in_flight == "keep"
+    assert read.max_restarts == 5
     assert options(load_format="auto").engine.load_weights
     assert options(name="stock").engine.numerics == "stock"
 
@@ -112,6 +113,8 @@ def test_options_of_another_rollout_are_not_read():
         ({"engine_kwargs": {"vexact": {"numerics": "stock"}}}, r"engine_kwargs\.vexact\.numerics"),
         ({"engine_kwargs": {"vexact": {"page_size": 0}}}, "page_size=0"),
         ({"engine_kwargs": {"vexact": {"num_threads": 0}}}, "num_threads=0"),
+        ({"engine_kwargs": {"vexact": {"max_restarts": -1}}}, "max_restarts=-1"),
+        ({"engine_kwargs": {"vexact": {"max_restarts": True}}}, "max_restarts=True"),
         ({"engine_kwargs": {"vexact": {"in_flight": "drop"}}}, "in_flight='drop': choose keep, abort, finish"),
         ({"engine_kwargs": {"vexact": 5}}, r"engine_kwargs\.vexact=5"),
         ({"engine_kwargs": {"vexact": {"kv_cache_tokens": 96}}}, r"kv_cache_tokens=96 .*at least 112"),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+from types import SimpleNamespace
 
 import pytest
 from hydra import compose, initialize_config_module
+from omegaconf import OmegaConf
 from verl.workers.rollout.base import get_rollout_class
-from verl.workers.rollout.replica import RolloutReplica, get_rollout_replica_class
+from verl.workers.rollout.replica import RolloutMode, RolloutReplica, get_rollout_replica_class
 
 from verl_tim.rollout.adapter import ServerAdapter
 from verl_tim.rollout.replica import StockReplica, VexactReplica, server_name
@@ -22,9 +24,9 @@ def verl_config():
 
 
 def rollout(verl_config, *overrides):
-    return verl_config(
-        "actor_rollout_ref.rollout.name=vexact", "actor_rollout_ref.rollout.tensor_model_parallel_size=1", *overrides
-    ).actor_rollout_ref.rollout
+    settings = {"name": "vexact", "tensor_model_parallel_size": 1, "prompt_length": 16, "response_length": 16}
+    given = [f"actor_rollout_ref.rollout.{key}={value}" for key, value in settings.items()]
+    return verl_config(*given, *overrides).actor_rollout_ref.rollout
 
 
 def test_registered():
@@ -77,6 +79,39 @@ def test_names_are_unique():
         for suffix in ("", "_x")
     }
     assert len(names) == 18
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "restarts"),
+    [
+        (["n_gpus_per_node=2", "nnodes=1"], {}, 3),
+        (["n_gpus_per_node=1", "nnodes=2"], {}, 3),
+        (["n_gpus_per_node=2", "nnodes=1", "+engine_kwargs.vexact.max_restarts=0"], {}, 0),
+        (["n_gpus_per_node=2", "nnodes=1", "+engine_kwargs.vexact.max_restarts=7"], {}, 7),
+        (["n_gpus_per_node=1", "nnodes=1"], {}, 0),
+        (["n_gpus_per_node=2", "nnodes=1", "tensor_model_parallel_size=2"], {}, 0),
+        (["n_gpus_per_node=2", "nnodes=1"], {"is_reward_model": True}, 0),
+        (["n_gpus_per_node=2", "nnodes=1"], {"is_teacher_model": True}, 0),
+    ],
+)
+def test_one_of_several_replicas_is_started_again(verl_config, folder, given, kind, restarts):
+    settings = rollout(verl_config, *[f"{'+' * (w[0] == '+')}actor_rollout_ref.rollout.{w.lstrip('+')}" for w in given])
+    replica = VexactReplica(0, settings, OmegaConf.create({"path": folder}), **kind)
+    replica.rollout_mode = RolloutMode.STANDALONE
+    assert replica._options().max_restarts == restarts
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("ranks", [1, 2])
+async def test_a_hybrid_replica_counts_its_peers_by_the_trainers_ranks(verl_config, folder, ranks, monkeypatch):
+    async def launched(self):
+        pass
+
+    monkeypatch.setattr(VexactReplica, "launch_servers", launched)
+    replica = VexactReplica(0, rollout(verl_config), OmegaConf.create({"path": folder}))
+    await replica.init_hybrid(SimpleNamespace(workers=["worker"] * ranks))
+    assert replica.workers == ["worker"]
+    assert replica._options().max_restarts == (3 if ranks > 1 else 0)
 
 
 async def _drain(stream, pulled):

@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import load_file
 
 from verl_tim.engine import EngineDeadError, EngineStateError, RequestError
+from verl_tim.rollout.away import AwayEngine, ReplicaAwayError
 from verl_tim.rollout.options import rollout_options
 from verl_tim.rollout.server import KEPT_FAILURES, EngineServer
 from verl_tim.rollout.weights import send
@@ -28,7 +29,7 @@ GREEDY = {"temperature": 0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0
 SAMPLED = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True, "seed": 3}
 
 
-def make(folder, *, load_format="auto", shared_memory=BOTH, device="cpu", name="vexact", **changes):
+def options_of(folder, *, load_format="auto", device="cpu", name="vexact", **changes):
     config = {
         "name": name,
         "dtype": "bfloat16",
@@ -42,8 +43,12 @@ def make(folder, *, load_format="auto", shared_memory=BOTH, device="cpu", name="
         "engine_kwargs": {},
         **changes,
     }
-    options = rollout_options(config, model_path=folder, max_position_embeddings=128, device=device)
-    return EngineServer(options, name=name, replica_rank=0, shared_memory=shared_memory)
+    return rollout_options(config, model_path=folder, max_position_embeddings=128, device=device)
+
+
+def make(folder, *, shared_memory=BOTH, name="vexact", away=False, **changes):
+    options = options_of(folder, name=name, **changes)
+    return EngineServer(options, name=name, replica_rank=0, shared_memory=shared_memory, away=away)
 
 
 @pytest.fixture
@@ -84,7 +89,8 @@ async def test_generate_returns_what_verl_reads(server):
 
 
 async def test_the_signature_is_verls(server):
-    names = list(inspect.signature(server.generate).parameters)
+    # Ray adds a parameter of its own to the methods of every class that it makes an actor of
+    names = [name for name in inspect.signature(server.generate).parameters if not name.startswith("_ray_")]
     assert names == [
         "prompt_ids",
         "sampling_params",
@@ -301,6 +307,97 @@ async def test_a_bad_weight_stream_surfaces_by_name_and_nothing_is_served(server
         await asyncio.wait_for(server.generate([5], dict(SAMPLED), "a"), timeout=10)
     await update(server, weights, 2)
     assert (await server.generate([5], dict(SAMPLED), "b")).extra_fields["global_steps"] == 2
+
+
+# -------------------------------------------------------------------------- a server in the place of one that died
+
+
+AWAY = r"rollout server 0 died and was started again; it has no weights before the trainer's next update"
+
+
+@pytest.fixture(params=[BOTH, ("kv_cache",), ()], ids=["hybrid", "colocated", "standalone"])
+def away(folder, request):
+    made = make(folder, shared_memory=request.param, away=True, ignore_eos=True)
+    yield made
+    if not isinstance(made.engine, AwayEngine):
+        made.engine.shutdown()
+
+
+async def test_away_it_serves_nothing_and_holds_up_nobody(away):
+    with pytest.raises(ReplicaAwayError, match=AWAY):
+        await away.generate([5], dict(SAMPLED), "a")
+    assert await away.abort_all_requests() == {"aborted_count": 0, "request_ids": []}
+    assert (await away.abort_request("a"))["aborted"] is False
+    for call in (away.sleep, away.wake_up, away.release_kv_cache, away.resume_kv_cache, away.clear_kv_cache):
+        await call()
+    await away.resume_generation()
+    await away.set_global_steps(5)
+    await away.abandon_weights("the update before its end")
+    assert (away.away, await away.is_ready()) == (True, False)
+    for call in (away.describe, away.weight_checksum, away.finish_weights):
+        with pytest.raises(ReplicaAwayError, match=AWAY):
+            await call()
+    with pytest.raises(ReplicaAwayError, match=AWAY):
+        await away.observe(())
+    report = await away.report()
+    assert (report["counters"]["restarts"], report["num_failures"]) == (1, 0)
+    assert set(report["counters"].values()) == {0, 1}
+    assert (await away.report())["counters"]["restarts"] == 0
+
+
+async def test_it_comes_back_with_the_next_weights(away, server, weights):
+    whole = await server.generate([5, 6, 7], {**SAMPLED, "max_tokens": 9}, "a")
+    await away.wake_up(["weights"])
+    await away.begin_weights(7)
+    with pytest.raises(ReplicaAwayError, match=AWAY):
+        await away.generate([5], dict(SAMPLED), "too early")
+    await send(iter(weights.items()), bucket_bytes=1 << 13, dtype=torch.bfloat16, deliver=away.receive_weights)
+    await away.finish_weights()
+    await away.wake_up(["kv_cache"])
+    assert (away.away, await away.is_ready()) == (False, True)
+    again = await away.generate([5, 6, 7], {**SAMPLED, "max_tokens": 9}, "a")
+    assert (again.token_ids, again.log_probs) == (whole.token_ids, whole.log_probs)
+    assert again.extra_fields["global_steps"] == 7
+    assert (await away.report())["counters"]["drawn_tokens"] == 9
+    assert (await away.describe())["backend"] == "vexact"
+
+
+async def test_weights_that_fail_leave_it_away_until_some_do_not(away, weights):
+    with pytest.raises(Exception, match=r"model\.norm\.weight"):
+        await update(away, {name: w for name, w in weights.items() if name != "model.norm.weight"}, 1)
+    with pytest.raises(ReplicaAwayError):
+        await away.generate([5], dict(SAMPLED), "a")
+    await update(away, weights, 2)
+    assert away.away is False
+
+
+async def test_an_engine_that_cannot_be_made_again_says_so_to_the_trainer(folder, weights, monkeypatch):
+    away = make(folder, away=True)
+
+    def fails(*args, **kwargs):
+        raise MemoryError("the trainer holds it")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("verl_tim.rollout.server.AsyncEngine.__init__", fails)
+        with pytest.raises(MemoryError, match="the trainer holds it"):
+            await away.begin_weights(1)
+    assert away.away
+    await update(away, weights, 1)
+    away.engine.shutdown()
+
+
+async def test_ready_is_open_and_awake(server, weights):
+    assert await server.is_ready()
+    await server.abort_all_requests()
+    assert not await server.is_ready()
+    await server.resume_generation()
+    assert await server.is_ready()
+    await server.sleep()
+    await server.wake_up(["weights"])
+    await update(server, weights, 1)
+    assert not await server.is_ready()
+    await server.wake_up(["kv_cache"])
+    assert await server.is_ready()
 
 
 async def test_a_sender_that_gives_up_frees_the_engine(server, weights):

@@ -254,23 +254,40 @@ def test_a_killed_trainer_rank_is_named_and_the_run_starts_again_with_the_same_b
     same_curve(trained, whole)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1000)
+def test_a_killed_replica_comes_back_within_the_run_with_the_same_bits(train, whole):
+    trained = train("replica", kill=pid_of("server 1"))
+    assert trained.code == 0, trained.output[-4000:]
+    assert len(trained.attempts) == 1
+    log = RunFolder(trained.folder).metrics()
+    _, restarts = log.series("tim/rollout_restarts")
+    assert sum(restarts) == 1
+    assert set(log.series("tim/exact_fraction")[1]) == {1.0}
+    same_curve(trained, whole)
+
+
+FOR_GOOD = "+actor_rollout_ref.rollout.engine_kwargs.vexact.max_restarts=0"
+
+
 @pytest.mark.exhaustive
 @pytest.mark.timeout(2000)
 @pytest.mark.parametrize(
     ("name", "kill", "code", "says"),
     [
-        ("replica", pid_of("server 1"), 1, "ProcessDied: server 1 on node"),
+        (f"for_good {FOR_GOOD}", pid_of("server 1"), 1, "ProcessDied: server 1 on node"),
         ("runner", task_runner, 1, "ActorDiedError"),
         ("driver", driver, 137, "was ended by SIGKILL"),
         ("itself", itself, -signal.SIGKILL, ""),
     ],
 )
 def test_whatever_is_killed_the_run_ends_soon_and_goes_on_with_the_same_bits(train, whole, name, kill, code, says):
-    killed = train(name, kill=kill)
+    name, *words = name.split()
+    killed = train(name, *words, kill=kill)
     assert killed.code == code
     assert says in killed.output
     assert killed.seconds_after_kill < NOTICED_WITHIN
-    resumed = train(name, "trainer.resume_mode=auto")
+    resumed = train(name, *words, "trainer.resume_mode=auto")
     assert resumed.code == 0, resumed.output[-4000:]
     run = Manifest.read(resumed.folder).run
     assert (run.attempt, run.resumed_from) == (2, 2)

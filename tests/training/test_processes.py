@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
-from ray.exceptions import ActorDiedError
+from ray.exceptions import ActorDiedError, ActorUnschedulableError
 
 from verl_tim.diagnosis.manifest import Place
 from verl_tim.training import processes
@@ -26,19 +28,11 @@ class Actor:
     """What `RunProcesses` uses of an actor handle."""
 
     def __init__(self, number):
-        self.state = True
+        self.state = False  # whether it is away, as it says itself
         place = Place(node=f"{number}" * 8, ip=f"10.0.0.{number}", host=f"host{number}", pid=100 + number)
-        self.__ray_call__ = self._method(lambda: place)
-        self.__ray_ready__ = self._method(lambda: self.state)
-
-    @staticmethod
-    def _method(value):
-        class Method:
-            @staticmethod
-            def remote(*args):
-                return Reference(value())
-
-        return Method
+        self.__ray_call__ = SimpleNamespace(
+            remote=lambda function, *args: Reference(self.state if function is processes.is_away else place)
+        )
 
 
 class FakeRay:
@@ -97,7 +91,24 @@ def test_all_that_went_with_a_node_are_named(actors):
         raise died()
 
 
-@pytest.mark.parametrize("state", [True, None], ids=["answers", "hangs"])
+@pytest.mark.parametrize(
+    "gone", [ActorUnschedulableError("its node is gone"), True], ids=["cannot be started again", "was started again"]
+)
+def test_a_server_that_may_be_started_again_is_named_until_it_serves(actors, gone):
+    run = RunProcesses(actors)
+    actors["server 0"].state = gone
+    named = r"server 0 on node 10\.0\.0\.2 .*pid 102 died: .*(its node is gone|has no weights yet)"
+    with pytest.raises(ProcessDied, match=named), run.named_when_dead():
+        raise RuntimeError("1 responses failed in the agent loop")
+
+
+def test_who_is_away_says_so_itself():
+    assert processes.is_away(SimpleNamespace(away=True))
+    assert not processes.is_away(SimpleNamespace(away=False))
+    assert not processes.is_away(object())
+
+
+@pytest.mark.parametrize("state", [False, None], ids=["answers", "hangs"])
 def test_an_error_of_the_run_itself_stays_what_it_is(actors, state):
     run = RunProcesses(actors)
     actors["actor 0"].state = state

@@ -30,9 +30,14 @@ CLOCK_METRICS = re.compile(
     r"timing_s/.* | timing_per_token_ms/.* | (.*/)?perf/(?!total_num_tokens$).* | .*_seconds", re.VERBOSE
 )
 """Times, throughput and memory."""
-SCHEDULE_METRICS = re.compile(r"tim/rollout_(steps|preemptions|chunk_cuts|prefix_hit_tokens|max_.*|tokens_per_second)")
-"""How requests fell into steps: they arrive when they arrive. Numbers of a batch-invariant engine do not depend on
-it."""
+RESTARTS = "tim/rollout_restarts"
+SCHEDULE_METRICS = re.compile(
+    rf"tim/rollout_(steps|preemptions|chunk_cuts|prefix_hit_tokens|max_.*|tokens_per_second)|{RESTARTS}"
+)
+"""How requests fell into steps and to replicas: they arrive when they arrive. Numbers of a batch-invariant engine do
+not depend on it."""
+COUNTS_OF_REPLICAS = ("tim/rollout_drawn_tokens", "tim/rollout_weight_updates")
+"""Left out of a step with a restart, too: a replica that died took with it what it had counted."""
 
 RANDOM_NAMES = ("uid",)
 """Columns of a token dump that hold names drawn at random; `group` says which rows belong to one prompt."""
@@ -185,8 +190,9 @@ def compare_metrics(first: MetricLog, second: MetricLog) -> Section:
             tally.differs(step, "(whole step)", (_there(one), _there(other)))
             continue
         values = [{**record.data, **dict.fromkeys(record.nonfinite, float("nan"))} for record in (one, other)]
+        restarted = any(side.get(RESTARTS, 0.0) > 0 for side in values)
         for name in sorted({*values[0], *values[1]}):
-            if left_out(name):
+            if left_out(name) or (restarted and name in COUNTS_OF_REPLICAS):
                 continue
             a, b = (side.get(name) for side in values)
             if a is None or b is None:

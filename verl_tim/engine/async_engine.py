@@ -283,6 +283,11 @@ class AsyncEngine:
         """Version of the weights in use."""
         return self._engine.weight_version
 
+    @property
+    def is_open(self) -> bool:
+        """Whether what comes now is served without waiting for a call that opens the gate, or wakes the engine."""
+        return not (self._paused or self._finishing or self._asleep)
+
     def check_health(self) -> None:
         """Raises EngineDeadError if the engine has ended."""
         with self._condition:

@@ -1,10 +1,14 @@
-"""verl's client of a run that has one server: the balancer is asked for it once, not for every response."""
+"""verl's client of a run: with one server the balancer is asked for it once, not for every response; with several of
+ours another answers where one has died."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from verl.workers.rollout.llm_server import LLMServerClient
+
+from verl_tim.rollout.failover import FailoverClient
+from verl_tim.training.config import ROLLOUTS
 
 
 def client_of(manager: Any) -> LLMServerClient:
@@ -13,6 +17,8 @@ def client_of(manager: Any) -> LLMServerClient:
     Args:
         manager: verl's LLMServerManager, whose servers stay those that they are.
     """
+    if len(manager.get_addresses()) > 1 and manager.rollout_config.name in ROLLOUTS:
+        return manager.get_client(client_cls=FailoverClient)
     chooses = len(manager.get_addresses()) > 1 or manager.rollout_config.router_config_path is not None
     return manager.get_client() if chooses else manager.get_client(client_cls=OneServerClient)
 

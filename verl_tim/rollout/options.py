@@ -31,6 +31,9 @@ ENGINE_OPTIONS = (
 )
 
 
+DEFAULT_RESTARTS = 3
+"""Of a replica that is one of several."""
+
 # verl's keys of how a replica's engine is split.
 DEGREES = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
 
@@ -55,6 +58,7 @@ class RolloutOptions:
         in_flight: what becomes of unfinished responses when verl calls for a weight update: "keep", "abort" or
             "finish".
         return_routes: every response comes with the experts of all its positions.
+        max_restarts: how often Ray starts the server again when its process, or its engine, has died.
     """
 
     engine: EngineConfig
@@ -66,6 +70,7 @@ class RolloutOptions:
     num_threads: int | None = None
     in_flight: InFlight = "abort"
     return_routes: bool = False
+    max_restarts: int = 0
 
 
 def refusals(rollout: Any) -> list[tuple[str, str]]:
@@ -160,7 +165,8 @@ def rollout_options(
         verls = _flag(rollout, "enable_prefix_caching", True)
         options["enable_prefix_cache"] = verls and name == "vexact"
     num_threads, in_flight = options.pop("num_threads", None), options.pop("in_flight", "abort")
-    known = (*ENGINE_OPTIONS, "num_threads", "in_flight")
+    max_restarts = options.pop("max_restarts", DEFAULT_RESTARTS)
+    known = (*ENGINE_OPTIONS, "num_threads", "in_flight", "max_restarts")
     for key in options:
         if key not in ENGINE_OPTIONS:
             near = difflib.get_close_matches(str(key), known, n=1)
@@ -170,6 +176,10 @@ def rollout_options(
         isinstance(num_threads, bool) or not isinstance(num_threads, int) or num_threads < 1
     ):
         raise ConfigError(f"{where}.num_threads={num_threads!r}: give a number of threads, or null for torch's default")
+    if isinstance(max_restarts, bool) or not isinstance(max_restarts, int) or max_restarts < 0:
+        raise ConfigError(
+            f"{where}.max_restarts={max_restarts!r}: give how often a replica that died is started again, or 0"
+        )
     if in_flight not in get_args(InFlight):
         raise ConfigError(f"{where}.in_flight={in_flight!r}: choose {', '.join(get_args(InFlight))}")
 
@@ -233,6 +243,7 @@ def rollout_options(
         num_threads=num_threads,
         in_flight=in_flight,
         return_routes=return_routes,
+        max_restarts=max_restarts,
     )
 
 

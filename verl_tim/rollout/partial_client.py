@@ -13,8 +13,9 @@ from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
-from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
+from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient
 
+from verl_tim.rollout.failover import FailoverClient
 from verl_tim.rollout.recorded import RECORDED_FIELD, Recorded
 from verl_tim.rollout.versions import Runs, joined, segment_runs, version_fields
 
@@ -22,7 +23,7 @@ from verl_tim.rollout.versions import Runs, joined, segment_runs, version_fields
 _attempts: ContextVar[list[Any] | None] = ContextVar("verl_tim_attempts", default=None)
 
 
-class _Attempts(LLMServerClient):
+class _Attempts(FailoverClient):
     """Stands between verl's two clients: each attempt passes here."""
 
     async def generate(self, *args: Any, **kwargs: Any) -> Any:

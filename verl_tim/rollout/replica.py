@@ -7,6 +7,7 @@ give n / ranks replicas, which verl's load balancer serves. The server drives th
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from typing import Any
 
 import ray
@@ -18,7 +19,7 @@ from verl.workers.rollout.replica import RolloutMode, RolloutReplica
 from verl_tim.models import load_model_config
 from verl_tim.plugin import ensure_registered
 from verl_tim.rollout.options import DEGREES, RolloutOptions, local_model_folder, ranks_of, refusals, rollout_options
-from verl_tim.rollout.server import EngineServer
+from verl_tim.rollout.server_actor import ServerActor
 from verl_tim.training.config import ConfigError
 
 _PREFIX = "actor_rollout_ref.rollout"
@@ -68,6 +69,13 @@ class EngineReplica(RolloutReplica):
             replica_rank, config, model_config, gpus_per_node, is_reward_model, is_teacher_model, name_suffix
         )
 
+        self._has_peers = int(self.config.n_gpus_per_node) * int(self.config.nnodes) > self.world_size
+
+    async def init_hybrid(self, worker_group: Any) -> None:
+        """verl's, which hands on this replica's share of the workers only."""
+        self._has_peers = len(worker_group.workers) > self.world_size
+        await super().init_hybrid(worker_group)
+
     async def launch_servers(self) -> None:
         """Start the server beside this replica's workers and wait until its engine stands."""
         assert len(self.workers) == self.world_size, f"{len(self.workers)} workers for a world of {self.world_size}"
@@ -75,12 +83,14 @@ class EngineReplica(RolloutReplica):
         name = server_name(str(self.config.name), self.replica_rank, role=role, suffix=self.name_suffix)
         options = self._options()
         node_id, environment = await self._place(self.workers)
-        actor_class: Any = ray.remote(EngineServer)
+        actor_class: Any = ray.remote(ServerActor)
         server = actor_class.options(
             name=name,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node_id, soft=False),
             runtime_env={"env_vars": environment},
             max_concurrency=self.max_concurrency,
+            max_restarts=options.max_restarts,
+            max_task_retries=-1 if options.max_restarts else 0,
         ).remote(
             options,
             name=str(self.config.name),
@@ -102,7 +112,7 @@ class EngineReplica(RolloutReplica):
         folder = local_model_folder(path)
         # only the hybrid trainer sends weights before anything is generated
         needs_checkpoint = self.rollout_mode != RolloutMode.HYBRID or self.is_reward_model or self.is_teacher_model
-        return rollout_options(
+        options = rollout_options(
             self.config,
             model_path=folder,
             max_position_embeddings=load_model_config(folder).max_position_embeddings,
@@ -110,6 +120,9 @@ class EngineReplica(RolloutReplica):
             attention=(self.model_config.get("fused_kernel_options") or {}).get("attention") or "auto",
             load_weights=True if needs_checkpoint else None,
         )
+        # alone nobody answers its requests meanwhile; a reward model or teacher is sent no weights again
+        lasts = self._has_peers and not (self.is_reward_model or self.is_teacher_model)
+        return options if lasts else dataclasses.replace(options, max_restarts=0)
 
     async def _place(self, workers: list[Any]) -> tuple[str, dict[str, str]]:
         """The workers' node, and the environment that shows their accelerators, in the order of their ranks, to a

@@ -25,6 +25,7 @@ from verl_tim.engine.device import rank_device
 from verl_tim.engine.engine import Engine
 from verl_tim.engine.weight_reader import LocalTensors, Reader
 from verl_tim.numerics import determinism
+from verl_tim.rollout.away import AwayEngine
 from verl_tim.rollout.options import RolloutOptions
 from verl_tim.rollout.prometheus import EngineCollector, serve
 from verl_tim.rollout.recorded import RECORD_PARAM, RECORDED_FIELD, Recorded
@@ -56,10 +57,18 @@ class EngineServer:
         name: rollout name, for messages.
         replica_rank: number of the replica.
         shared_memory: what `sleep` gives up, of "weights" and "kv_cache"; nothing where nobody else wants the memory.
+        away: this server takes the place of one that died. Its engine is made when the next weights come; until they
+            are in use it serves nothing (`ReplicaAwayError`).
     """
 
     def __init__(
-        self, options: RolloutOptions, *, name: str, replica_rank: int, shared_memory: tuple[str, ...]
+        self,
+        options: RolloutOptions,
+        *,
+        name: str,
+        replica_rank: int,
+        shared_memory: tuple[str, ...],
+        away: bool = False,
     ) -> None:
         if options.num_threads is not None:
             torch.set_num_threads(options.num_threads)
@@ -67,7 +76,11 @@ class EngineServer:
         self.name = name
         self.replica_rank = replica_rank
         self._shared_memory = shared_memory if options.free_cache_engine else ()
-        self.engine = AsyncEngine(options.engine)
+        self.engine: AsyncEngine | AwayEngine
+        self._away = AwayEngine(f"rollout server {replica_rank}") if away else None
+        self._coming_back = asyncio.Lock()
+        self._num_restarts = int(away)  # until the next report
+        self.engine = AsyncEngine(options.engine) if self._away is None else self._away
         # verl may rename the weights' version without new weights (set_global_steps): engine version -> verl's
         self._renamed: dict[int, int] = {}
         self._update: _Update | None = None
@@ -102,9 +115,12 @@ class EngineServer:
         Raises:
             RequestError: this request cannot be served; the message names what is wrong.
             EngineDeadError: the engine has failed, with the cause.
+            ReplicaAwayError: this server was started again, and has no weights yet.
         """
         from verl.workers.rollout.replica import TokenOutput
 
+        if self._away is not None:
+            self._away.refuse()  # no failure of the request, which another server answers
         try:
             for kind, given in (("image", image_data), ("video", video_data), ("audio", audio_data)):
                 if given:
@@ -183,6 +199,15 @@ class EngineServer:
         """Open the gate."""
         await self.engine.resume()
 
+    @property
+    def away(self) -> bool:
+        """Whether this server was started again, and has no weights yet."""
+        return self._away is not None
+
+    async def is_ready(self) -> bool:
+        """Whether a request that comes now is served at once."""
+        return self._away is None and self.engine.is_open
+
     # ------------------------------------------------------------------------------------------- weights and memory
 
     async def sleep(self) -> None:
@@ -237,11 +262,13 @@ class EngineServer:
 
         Raises:
             ConfigError: this engine is in contract numerics, too, and its card is another.
+            Whatever a new engine raises where the last one died: its memory may be taken.
 
         Returns:
             Whether each rank sends its own buckets in device memory that it shares with the engine's rank on the same
             GPU. Otherwise rank 0 alone sends, through host memory.
         """
+        engine = await self._standing_engine()
         if trainer is not None:
             await self._check_pairing(trainer)
         if self._beginning is None:
@@ -253,12 +280,24 @@ class EngineServer:
             self._beginning = None
             own = [device_identity(rank_device(self.options.engine.device, r)) for r in range(self._num_ranks)]
             shares = own == [beginning.said[r] for r in range(self._num_ranks)] and "" not in own
-            version = self.engine.weight_version + 1 if global_steps is None else int(global_steps)
-            self._update = _Update(
-                self.engine, version, self._num_ranks, shares, torch.device(self.options.engine.device)
-            )
+            version = engine.weight_version + 1 if global_steps is None else int(global_steps)
+            self._update = _Update(engine, version, self._num_ranks, shares, torch.device(self.options.engine.device))
             beginning.go_on(shares)
         return await beginning.result()
+
+    async def _standing_engine(self) -> AsyncEngine:
+        """The engine; that of a server that was started again is made now. Its weights come with the update that
+        begins, and verl wakes the KV cache after it, as that of every other replica."""
+        async with self._coming_back:
+            if isinstance(self.engine, AsyncEngine):
+                return self.engine
+            empty = dataclasses.replace(self.options.engine, load_weights=False)
+            engine = await asyncio.to_thread(AsyncEngine, empty)
+            if "kv_cache" in self._shared_memory:
+                await engine.sleep(("kv_cache",))
+            self.engine, self._renamed, self._reported = engine, {}, EngineStats()
+            logger.warning("rollout server %d has an engine again, and takes weights", self.replica_rank)
+            return engine
 
     async def _check_pairing(self, trainer: Card) -> None:
         if self._card is None:
@@ -295,6 +334,7 @@ class EngineServer:
             if self._update is update:
                 self._update = None
         self._renamed.pop(update.version, None)
+        self._away = None
         return update.version
 
     async def abandon_weights(self, reason: str) -> None:
@@ -311,6 +351,8 @@ class EngineServer:
 
     def _running_update(self) -> _Update:
         if self._update is None:
+            if self._away is not None:
+                self._away.refuse()  # the server that it was begun on is no more
             raise RuntimeError(
                 f"rollout {self.name}: weights arrived, but no weight update is running: it was never begun, or was "
                 "given up (the error before this one says why); the run cannot go on, restart it from its last "
@@ -395,8 +437,9 @@ class EngineServer:
         return dataclasses.asdict(await self.engine.stats())
 
     async def report(self) -> dict[str, Any]:
-        """What happened since the last report: the engine's `counters` and `marks`, `num_failures` of requests, and
-        `failures`, the messages of the first of them (at most `KEPT_FAILURES`).
+        """What happened since the last report: `counters` and `marks` of the engine, and how often this server was
+        started again (`restarts`); `num_failures` of requests, and `failures`, the messages of the first of them (at
+        most `KEPT_FAILURES`).
 
         Raises:
             EngineDeadError: the engine has failed, with the cause.
@@ -405,6 +448,7 @@ class EngineServer:
         failures = {"num_failures": self._num_failures, "failures": self._failures}
         self._num_failures, self._failures, self._reported = 0, [], stats
         counters = {name: getattr(stats, name) - getattr(before, name) for name in REPORTED_COUNTERS}
+        counters["restarts"], self._num_restarts = self._num_restarts, 0
         marks = {
             "max_running": stats.max_running,
             "max_waiting": stats.max_waiting,

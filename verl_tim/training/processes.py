@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import ActorUnschedulableError, RayActorError
 
 from verl_tim.diagnosis.manifest import Place
 
@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 ANSWER_SECONDS = 10.0
 """How long processes that do not answer are waited for, to find those that are dead."""
 _MORE_SECONDS = 1.0
+_NO_MORE = (RayActorError, ActorUnschedulableError)
+"""Ray's errors for an actor that is dead, or cannot be started again because its node is."""
 
 
 class ProcessDied(RuntimeError):
@@ -53,6 +55,11 @@ def place_of_this_process(*_: Any) -> Place:
         host=socket.gethostname(),
         pid=os.getpid(),
     )
+
+
+def is_away(actor: Any) -> bool:
+    """Runs in an actor of the run: whether it is a rollout server in the place of one that died, without weights."""
+    return getattr(actor, "away", False)
 
 
 def worker_groups_of(trainer: Any) -> dict[str, Any]:
@@ -121,13 +128,13 @@ class RunProcesses:
         return cls({**workers, **servers})
 
     def dead(self, seconds: float | None = None) -> dict[str, str]:
-        """Name -> what Ray says, of processes that are no more.
+        """Name -> what Ray says, of processes that are no more, or whose successors are of no use yet.
 
         Args:
             seconds: for those that do not answer at once (None: `ANSWER_SECONDS`); one that is alive may be in a
                 collective without its peer.
         """
-        waiting = {actor.__ray_ready__.remote(): name for name, actor in self._actors.items()}
+        waiting = {actor.__ray_call__.remote(is_away): name for name, actor in self._actors.items()}
         dead: dict[str, str] = {}
         deadline = time.monotonic() + (ANSWER_SECONDS if seconds is None else seconds)
         while waiting and (left := deadline - time.monotonic()) > 0:
@@ -135,9 +142,11 @@ class RunProcesses:
             for reference in done:
                 name = waiting.pop(reference)
                 try:
-                    ray.get(reference)
-                except RayActorError as error:
-                    dead[name] = str(error)
+                    said = "it was started again, and has no weights yet" if ray.get(reference) else None
+                except _NO_MORE as error:
+                    said = str(error)
+                if said is not None:
+                    dead[name] = said
                     # a node takes several processes with it
                     deadline = min(deadline, time.monotonic() + _MORE_SECONDS)
         return dead
