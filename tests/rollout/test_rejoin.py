@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import functools
 import os
 import signal
 
@@ -10,14 +12,16 @@ import pytest
 import ray
 import torch
 from omegaconf import OmegaConf
-from safetensors.torch import load_file
+from verl.plugin.platform import get_platform
 from verl.workers.rollout.router import GlobalRequestLoadBalancer
 
 from tests.rollout.test_server import BOTH, SAMPLED, options_of
+from verl_tim.models.weights import checkpoint_weights
 from verl_tim.rollout import failover
 from verl_tim.rollout.failover import FailoverClient
 from verl_tim.rollout.server_actor import ServerActor
-from verl_tim.rollout.weights import send
+from verl_tim.rollout.shared_buckets import device_identity, pack_shared
+from verl_tim.rollout.weights import pack, send
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(300)]
 
@@ -31,16 +35,42 @@ def cluster():
     ray.shutdown()
 
 
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+def device(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def model(device, folder, tmp_path_factory):
+    """(folder, the trainer's weights)."""
+    if device != "cpu":
+        from verl_tim.tasks.random_model import save_random_model
+
+        folder = str(tmp_path_factory.mktemp("random"))
+        save_random_model("qwen3-0.6b", folder, layers=2, device=device)
+    return folder, {name: tensor.to(device) for name, tensor in checkpoint_weights(folder)}
+
+
 @pytest.fixture
-def servers(cluster, folder):
+def servers(cluster, device, model):
     made = ray.remote(ServerActor)
+    own = {
+        "engine_kwargs": {"vexact": {"kv_cache_tokens": 2048}},
+        "gpu_memory_utilization": 0.1,
+        "enforce_eager": False,
+    }
+    options = options_of(
+        model[0], load_format="dummy", device=device, ignore_eos=True, response_length=100,
+        **(own if device != "cpu" else {}),
+    )  # fmt: skip
+    options = dataclasses.replace(options, max_restarts=1)
+    environment = dict.fromkeys(get_platform().ray_noset_envvars(), "1") if device != "cpu" else {}
     servers = [
-        made.options(max_concurrency=100, max_restarts=1, max_task_retries=-1).remote(
-            options_of(folder, load_format="dummy", ignore_eos=True, response_length=100),
-            name="vexact", replica_rank=number, shared_memory=BOTH,
-        )
+        made.options(
+            max_concurrency=100, max_restarts=1, max_task_retries=-1, runtime_env={"env_vars": environment}
+        ).remote(options, name="vexact", replica_rank=number, shared_memory=BOTH)
         for number in range(2)
-    ]  # fmt: skip
+    ]
     yield servers
     for server in servers:
         ray.kill(server)
@@ -54,14 +84,17 @@ def client(servers, monkeypatch):
     return FailoverClient(OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}}), balancer)
 
 
-async def step_begins(servers, weights, version):
+async def step_begins(servers, weights, version, device):
     """What verl's trainer does before it generates."""
+    own = torch.device(device)
     for server in servers:
         await server.wake_up.remote(tags=["weights"])
-        await server.begin_weights.remote(version)
+        shares = await server.begin_weights.remote(version, 0, device_identity(own))
+        assert shares == (device != "cpu"), "on one GPU weights come out of the trainer's memory"
         await send(
-            iter(weights.items()), bucket_bytes=1 << 20, dtype=torch.bfloat16, deliver=server.receive_weights.remote
-        )
+            iter(weights.items()), bucket_bytes=8 << 20, dtype=torch.bfloat16, deliver=server.receive_weights.remote,
+            packing=functools.partial(pack_shared, device=own) if shares else pack,
+        )  # fmt: skip
         assert await server.finish_weights.remote() == version
         await server.wake_up.remote(tags=["kv_cache"])
 
@@ -84,13 +117,13 @@ def break_engine(server):
     def broken(*args, **kwargs):
         raise RuntimeError("a kernel failed")
 
-    server.engine._engine._runner.execute = broken
+    server.engine._engine.step = broken
 
 
 @pytest.mark.parametrize("end", [kill, break_engine])
-async def test_its_requests_are_answered_and_it_rejoins_with_the_next_weights(servers, client, folder, end):
-    weights = load_file(f"{folder}/model.safetensors")
-    await step_begins(servers, weights, 1)
+async def test_its_requests_are_answered_and_it_rejoins_with_the_next_weights(servers, client, model, device, end):
+    _, weights = model
+    await step_begins(servers, weights, 1, device)
     whole = await drawn(client)
     assert {version for *_, version in whole} == {1}
     first = await servers[1].report.remote()
@@ -110,7 +143,7 @@ async def test_its_requests_are_answered_and_it_rejoins_with_the_next_weights(se
     assert (report["counters"]["restarts"], report["num_failures"], report["marks"]["max_running"]) == (1, 0, 0)
     for server in servers:
         await server.sleep.remote()
-    await step_begins(servers, weights, 2)
+    await step_begins(servers, weights, 2, device)
     again = await drawn(client)
     assert [answer[:2] for answer in again] == [answer[:2] for answer in whole]
     assert {version for *_, version in again} == {2}
