@@ -26,7 +26,7 @@ STEPS = 4
 ROLLOUT = "actor_rollout_ref.rollout"
 COMMON = (
     *CONTRACT,
-    f"{ROLLOUT}.max_num_seqs=6",  # few rows, so that a step's end meets responses half drawn
+    f"{ROLLOUT}.max_num_seqs=3",  # few rows, so that a step's end meets responses half drawn
     "+tim.poll_interval=0.02",
     "+tim.dump={every: 1}",
     "trainer.save_freq=1",
