@@ -82,7 +82,8 @@ class ProbeReport:
     """contract: the contract id that held; threads: thread counts tried; comparisons: op -> how many; seconds: run
     time; row_blocks: whether the machine needs `linear.use_row_blocks`, which is then on; forbidden: schedules of a GPU
     that were found not to hold and are not used in this process; kernels, compile_seconds: how many a GPU's schedules
-    need, and how long they took to compile or to read from Triton's cache, part of `seconds`."""
+    need, and how long they took to compile or to read from Triton's cache, part of `seconds`; check_seconds: of a GPU,
+    what the comparisons took by group, part of them, too."""
 
     contract: str
     threads: tuple[int, ...]
@@ -92,6 +93,7 @@ class ProbeReport:
     forbidden: list[str] = field(default_factory=list)
     kernels: int = 0
     compile_seconds: float = 0.0
+    check_seconds: dict[str, float] = field(default_factory=dict)
 
 
 @contextmanager

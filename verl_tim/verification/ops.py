@@ -56,6 +56,7 @@ def probe_models(
                 "row_blocks": found.row_blocks,
                 "kernels": found.kernels,
                 "compile_seconds": round(found.compile_seconds, 2),
+                "check_seconds": {group: round(seconds, 2) for group, seconds in found.check_seconds.items()},
                 "seconds": round(found.seconds, 2),
             }
         reports.append(report)

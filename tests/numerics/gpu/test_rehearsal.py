@@ -93,7 +93,9 @@ def test_launches_what_the_probe_launches(shapes, launches, monkeypatch):
         rehearsed = set(launches)
         launches.clear()
         monkeypatch.setattr(probe, "cancelling", integers)
-        Launched(torch.device("cpu"), shapes, "chunk64", ProbeReport("chunk64", ())).run()
+        report = ProbeReport("chunk64", ())
+        Launched(torch.device("cpu"), shapes, "chunk64", report).run()
+    assert list(report.check_seconds) == ["linears", "row_ops", "attention", "experts", "head", "cuts"]
     assert launches - rehearsed == set(), "compiled at their launch"
     assert rehearsed - launches == set(), "compiled for nothing"
     assert len({name for name, _, _ in launches}) >= (15 if shapes.moe else 11)
