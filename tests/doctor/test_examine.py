@@ -1,6 +1,7 @@
 """All rules together: what is an error, that nothing is said twice, and that good configs are clean."""
 
 import json
+import py_compile
 import time
 
 import pytest
@@ -9,7 +10,7 @@ from typer.testing import CliRunner
 
 from verl_tim.cli import app
 from verl_tim.doctor.examine import examine
-from verl_tim.doctor.machine import Machine
+from verl_tim.doctor.machine import Machine, _has_byte_code
 from verl_tim.doctor.rule import Level
 from verl_tim.doctor.rules.schedule import disk
 from verl_tim.doctor.source import read
@@ -171,3 +172,14 @@ def test_a_place_that_cannot_be_is_no_finding_of_the_disk(view_of, tmp_path):
         changes={**changes, "trainer.default_local_dir": str(tmp_path)}, machine=Machine(), parameters=10**15
     )
     assert [one.key for one in disk(view)] == ["trainer.save_freq"]
+
+
+def test_byte_code_is_looked_for_beside_the_source(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    source = tmp_path / "compiled_or_not.py"
+    source.write_text("")
+    assert not _has_byte_code("compiled_or_not")
+    py_compile.compile(str(source))
+    assert _has_byte_code("compiled_or_not")
+    assert _has_byte_code("no_such_package")
+    assert _has_byte_code("itertools"), "which has no source"

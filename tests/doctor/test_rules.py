@@ -636,6 +636,18 @@ CASES = [
     # waste
     Case("waste.cache-not-freed", f"{ROLLOUT}.free_cache_engine", {f"{ROLLOUT}.free_cache_engine": False}),
     Case("waste.deterministic-fill", f"{ENGINE}.full_determinism", {f"{ENGINE}.full_determinism": True}),
+    Case(
+        "waste.no-byte-code",
+        "environment variable PYTHONDONTWRITEBYTECODE",
+        bad_facts={"machine": machine(environment={"PYTHONDONTWRITEBYTECODE": "1"}, byte_code=False)},
+        good_facts={"machine": machine(environment={"PYTHONDONTWRITEBYTECODE": ""}, byte_code=False)},
+    ),
+    Case(
+        "waste.no-byte-code",
+        "environment variable PYTHONDONTWRITEBYTECODE",
+        bad_facts={"machine": machine(environment={"PYTHONDONTWRITEBYTECODE": "1"}, byte_code=False)},
+        good_facts={"machine": environment(PYTHONDONTWRITEBYTECODE="1")},
+    ),
     Case("waste.polling", "trainer.v1.sampler.custom_sampler", {}, {"trainer.use_v1": False}),
     Case(
         "waste.checkpoints-pile-up",

@@ -46,8 +46,7 @@ def model(device, folder, tmp_path_factory):
     if device != "cpu":
         from verl_tim.tasks.random_model import save_random_model
 
-        folder = str(tmp_path_factory.mktemp("random"))
-        save_random_model("qwen3-0.6b", folder, layers=2, device=device)
+        folder = str(save_random_model("qwen3-0.6b", tmp_path_factory.mktemp("random"), layers=2, device=device))
     return folder, {name: tensor.to(device) for name, tensor in checkpoint_weights(folder)}
 
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
-from importlib.util import find_spec
+from importlib.util import cache_from_source, find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,6 +34,7 @@ class Machine:
         environment: environment variables of this process, which Ray's workers on this machine inherit.
         versions: distribution -> version; absent where it is not installed.
         modules: top-level modules that can be imported, of those that rules ask for.
+        byte_code: whether Python finds what it imports compiled, by the example of verl's trainer.
         disk: free bytes wherever one looks; None looks.
     """
 
@@ -41,6 +42,7 @@ class Machine:
     environment: Mapping[str, str] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     modules: frozenset[str] = frozenset()
+    byte_code: bool = True
     disk: int | None = None
 
     @classmethod
@@ -59,8 +61,16 @@ class Machine:
             except metadata.PackageNotFoundError:
                 continue
         modules = frozenset(name for name in ("flash_attn", "vllm") if find_spec(name) is not None)
-        return cls(tuple(gpus), dict(os.environ), versions, modules)
+        return cls(tuple(gpus), dict(os.environ), versions, modules, _has_byte_code("verl"))
 
     def free_disk(self, folder: Path) -> int | str:
         """Bytes that are free where `folder` is, or would be made; text where that cannot be."""
         return free_disk(folder) if self.disk is None else self.disk
+
+
+def _has_byte_code(package: str) -> bool:
+    """Of a package whose source is there; one without source is nothing but byte code."""
+    spec = find_spec(package)
+    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+        return True
+    return Path(cache_from_source(spec.origin)).exists()

@@ -182,6 +182,28 @@ def test_a_status_of_the_library_is_told_with_schedule_and_shape(library, monkey
             assert word in str(error.value)
 
 
+def test_loading_runs_what_is_offered_and_admits_none_of_it(library, monkeypatch):
+    lib = library(bad=BAD, good=GOOD, splits=Algorithm(ascending, split=2))
+    monkeypatch.setattr(gemm, "_forbidden", set())
+    gemm.get_ready((5, 9), 24, 96, torch.float32, torch.device("cpu"))
+    assert not lib.ran, "no product on a CPU takes the library"
+    monkeypatch.setattr(gemm, "_choose", lambda rows, *_: gemm._CUBLASLT[0] if rows == 9 else gemm.REFERENCE)
+    gemm.get_ready((5, 9), 24, 96, torch.float32, torch.device("cpu"))
+    assert lib.ran == [("bad", 9, 24, 96), ("good", 9, 24, 96)]
+    assert not cublaslt._admitted
+    assert not cublaslt._plans
+    monkeypatch.setattr(FakeCublasLt, "cublasLtMatmulAlgoGetHeuristic", lambda *_: 15)
+    with pytest.raises(ContractError, match=r"AlgoGetHeuristic gave status 15 for x \(9, 96\)"):
+        gemm.get_ready((9,), 24, 96, torch.float32, torch.device("cpu"))
+
+
+def test_without_the_library_nothing_is_loaded(monkeypatch):
+    monkeypatch.setattr(cublaslt, "library", lambda: None)
+    monkeypatch.setattr(cublaslt, "load", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr(gemm, "_choose", lambda *_: gemm._CUBLASLT[0])
+    gemm.get_ready((9,), 24, 96, torch.float32, torch.device("cpu"))
+
+
 @pytest.fixture
 def choice(monkeypatch):
     """`gemm` with nothing forbidden or told, whose rule picks a schedule that serves nothing."""

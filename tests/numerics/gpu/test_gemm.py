@@ -95,6 +95,25 @@ def test_forbidding_takes_another_schedule_and_shows():
         gemm.gemm(x, weight)
 
 
+@pytest.mark.parametrize(("outputs", "inner"), [(2048, 2048), (2048, 6144), (6144, 2048), (12288, 2048)])
+@pytest.mark.parametrize("rows", [1, 16, 17, 64, 65, 4096])
+def test_what_is_in_use_is_what_a_product_takes_and_changes_with_what_is_forbidden(rows, outputs, inner):
+    size = (rows, outputs, inner, torch.device(DEVICE))
+    every = gemm.schedules(*size)
+    compared = set()
+    while True:
+        using = gemm.in_use(*size)
+        assert using[0] is gemm.REFERENCE
+        assert {s.name for s in using} <= {s.name for s in every}
+        assert gemm.choice(*size) in {s.name for s in using}
+        assert gemm._stand_ins(rows)[0] in using, "where the choice cannot take the tensors"
+        compared |= {s.name for s in using}
+        if gemm.choice(*size) == gemm.REFERENCE.name:
+            break
+        gemm.forbid(gemm.choice(*size))
+    assert compared == {s.name for s in every}, "whatever stands in was in use then"
+
+
 def test_only_schedules_that_there_are_can_be_forbidden(monkeypatch):
     with pytest.raises(ContractError, match=r"no schedule 'cublaslt'; there are triton:.*, cublaslt:0"):
         gemm.forbid("cublaslt")

@@ -126,6 +126,24 @@ def test_a_linear_schedule_that_differs_is_dropped(checks, monkeypatch):
     assert gemm.forbidden() == {"planted"}
 
 
+def test_what_takes_the_place_of_a_dropped_linear_schedule_is_compared_too(checks, monkeypatch):
+    first, second = (gemm.Schedule(name, _wrong) for name in ("first", "second"))
+    monkeypatch.setattr(gemm, "_candidates", lambda *_: [first, second, gemm.REFERENCE])
+    monkeypatch.setattr(gemm, "_KNOWN", ["first", "second"])
+    checks.linears()
+    assert checks.report.forbidden == ["linear(48, 48): first", "linear(48, 48): second"]
+    assert gemm.choice(9, 48, 48, torch.device("cpu")) == gemm.REFERENCE.name
+
+
+def test_a_linear_schedule_that_only_a_part_takes_is_compared(checks, monkeypatch):
+    """The trainer's projections are parts of the engine's fused ones, and may take another schedule."""
+    planted = gemm.Schedule("planted", _wrong)
+    monkeypatch.setattr(gemm, "_candidates", lambda rows, outputs, *_: [*[planted] * (outputs == 16), gemm.REFERENCE])
+    monkeypatch.setattr(gemm, "_KNOWN", ["planted"])
+    checks.linears()
+    assert checks.report.forbidden == ["linear(48, 48): planted"]
+
+
 def test_a_linear_schedule_that_adds_its_bias_otherwise_is_dropped(monkeypatch):
     def wrong_with_a_bias(x, weight, bias, out):
         (gemm.REFERENCE.run if bias is None else _wrong)(x, weight, bias, out)

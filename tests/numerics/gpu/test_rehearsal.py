@@ -212,8 +212,8 @@ def test_threads_make_the_code_of_one_thread(tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("name", ["qwen3-1.7b", "qwen3-30b-a3b"])
-def test_the_probe_of_a_gpu_compiles_nothing_more(name, ranks, monkeypatch):
+@pytest.mark.parametrize(("name", "least"), [("qwen3-1.7b", 450), ("qwen3-30b-a3b", 310)])
+def test_the_probe_of_a_gpu_compiles_nothing_more(name, least, ranks, monkeypatch):
     from verl_tim.models import config_from_hf
     from verl_tim.tasks.random_model import hf_config
 
@@ -238,7 +238,7 @@ def test_the_probe_of_a_gpu_compiles_nothing_more(name, ranks, monkeypatch):
     probe.run(torch.device("cuda", torch.cuda.current_device()), shapes, "chunk64", report)
     assert late == []
     assert not report.forbidden
-    assert sum(report.comparisons.values()) > 400
+    assert sum(report.comparisons.values()) >= least
 
 
 def test_a_rehearsal_that_fails_costs_time_and_is_told(monkeypatch, caplog):
@@ -260,7 +260,7 @@ def test_a_rehearsal_that_fails_costs_time_and_is_told(monkeypatch, caplog):
 
 
 def test_what_the_device_does_not_do_is_raised(monkeypatch):
-    def broken(device):
+    def broken(device, shapes):
         raise RuntimeError("no such device")
 
     monkeypatch.setattr(probe, "_set_up", broken)

@@ -31,6 +31,21 @@ def deterministic_fill(view: View) -> Iterator[Finding]:
 
 
 @rule(
+    "waste.no-byte-code",
+    Severity.WASTE,
+    "PYTHONDONTWRITEBYTECODE",
+    remedy="unset it, or once per image or machine: python -m compileall -q -j 0 SITE_PACKAGES",
+)
+def no_byte_code(view: View) -> Iterator[Finding]:
+    """Python compiles every module that it imports, and may not keep what it made; a run has some twenty processes. On
+    an H200's host verl's trainer was imported in 20 s of CPU, with byte code in 8 s; compiling all packages took 8 s.
+    """
+    key, value = view.variable("PYTHONDONTWRITEBYTECODE")
+    if value and view.machine is not None and not view.machine.byte_code:
+        yield found(key, "it is set, and installed packages came without byte code")
+
+
+@rule(
     "waste.polling",
     Severity.WASTE,
     "trainer.v1.sampler.custom_sampler",

@@ -39,6 +39,7 @@ _ALGO_SPLIT_K = 2
 _DTYPES = {torch.bfloat16: _R_16BF, torch.float32: _R_32F}
 _WORD = {torch.bfloat16: torch.int16, torch.float32: torch.int32}  # of the same size, to compare bits
 _ALIGNMENT = 16  # bytes that pointers and row strides must keep
+OFFERS = 8  # algorithms that the heuristic is asked for
 _MOST_PLANS = 8192  # shapes remembered; beyond it all are forgotten
 
 _ONE, _ZERO = ctypes.c_float(1.0), ctypes.c_float(0.0)
@@ -214,6 +215,16 @@ def plans(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out_TN: Tensor
     return [plan for plan in offered if plan.split() <= 1]
 
 
+def load(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out_TN: Tensor) -> None:
+    """Run whatever the library offers for these tensors, admitted or not: it loads a kernel from its file at the first
+    use. `out_TN` is left with nothing that means something."""
+    try:
+        for plan in plans(x_TK, weight_NK, bias_N, out_TN, OFFERS):
+            plan.run(x_TK, weight_NK, bias_N, out_TN)
+    except _StatusError as error:
+        raise _of_product(error, "cublaslt", x_TK, weight_NK, out_TN) from error
+
+
 # -- admission ---------------------------------------------------------------------------------------------------------
 
 _MOST_ROWS, _MOST_OUTPUTS = 512, 4096  # of a trial: an output's order does not depend on how many there are
@@ -291,7 +302,7 @@ def _offered(x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, out_TN: Ten
     offered = _plans.get(key)
     if offered is None:
         verdicts = [(plan, _is_admitted(plan, x_TK, weight_NK, bias_N, out_TN))
-                    for plan in plans(x_TK, weight_NK, bias_N, out_TN, 8)]  # fmt: skip
+                    for plan in plans(x_TK, weight_NK, bias_N, out_TN, OFFERS)]  # fmt: skip
         offered = [plan for plan, verdict in verdicts if verdict]
         if all(verdict is not None for _, verdict in verdicts):
             if len(_plans) >= _MOST_PLANS:

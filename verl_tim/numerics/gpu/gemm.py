@@ -3,11 +3,12 @@
 Rule: bfloat16 operands, one float32 accumulator per output filled in one ascending pass over K (no split), the bias
 added in float32, one rounding at the end (bfloat16, or none where float32 is wanted).
 
-Free: the schedule. `schedules` lists those that serve a shape, by name; all give the same bits (`probe` compares each
-with the first, the reference), so the choice is about speed alone and may differ between processes. `forbid` drops one
-that a device does not keep to the rule. The choice for a shape is made once, by a rule, and kept in a dict: a call
-measures nothing, so a CUDA graph or a traced call freezes nothing it should not. It waits for the device only where
-cuBLASLt offers an algorithm that this process has not tried yet (`cublaslt.serves`).
+Free: the schedule. `schedules` lists those that serve a shape, by name; all give the same bits, so the choice is about
+speed alone and may differ between processes. `in_use` are those that this process takes, which `probe` compares with
+the first, the reference; `forbid` drops one that a device does not keep to the rule, and another comes into use. The
+choice for a shape is made once, by a rule, and kept in a dict: a call measures nothing, so a CUDA graph or a traced
+call freezes nothing it should not. It waits for the device only where cuBLASLt offers an algorithm that this process
+has not tried yet (`cublaslt.serves`).
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def _cublaslt(rank: int) -> Schedule:
 REFERENCE = _triton(**few_rows.REFERENCE)
 """The plainest walk over K; serves every shape, and what the others are compared with."""
 _TILED = _triton(128, 128, 64, False, 8, 3)  # many rows where cuBLASLt is missing or forbidden
-_CUBLASLT = [_cublaslt(rank) for rank in range(8)]
+_CUBLASLT = [_cublaslt(rank) for rank in range(cublaslt.OFFERS)]
 
 # For 16 rows: few columns per program, so that all multiprocessors stream weights with as many bytes in flight as fit.
 _STREAM_LONG = _triton(16, 16, 512, False, 2, 4)  # few outputs, large K
@@ -119,6 +120,13 @@ def schedules(rows: int, outputs: int, inner: int, device: torch.device | str = 
     return [reference, *(s for s in others if s.name not in _forbidden)]
 
 
+def in_use(rows: int, outputs: int, inner: int, device: torch.device) -> list[Schedule]:
+    """Those of `schedules` that `gemm` takes as long as nothing more is forbidden, the reference first: its choice and
+    what stands in where that cannot take the tensors."""
+    using = [REFERENCE, _choose(rows, outputs, inner, device), *_stand_ins(rows)[:1]]
+    return list(dict.fromkeys(using))
+
+
 def _choose(rows: int, outputs: int, inner: int, device: torch.device) -> Schedule:
     for schedule in _candidates(rows, outputs, inner, device):
         if schedule.name not in _forbidden:
@@ -131,6 +139,19 @@ def choice(rows: int, outputs: int, inner: int, device: torch.device) -> str:
     return _choose(rows, outputs, inner, device).name
 
 
+def get_ready(
+    row_counts: tuple[int, ...], outputs: int, inner: int, out_dtype: torch.dtype, device: torch.device
+) -> None:
+    """Have cuBLASLt load its kernels for products of so many rows each, so that the first of them waits for none."""
+    if cublaslt.library() is None:
+        return
+    x, weight = (torch.empty(n, inner, dtype=torch.bfloat16, device=device) for n in (max(row_counts), outputs))
+    out = torch.empty(max(row_counts), outputs, dtype=out_dtype, device=device)
+    for rows in row_counts:
+        if _choose(rows, outputs, inner, device) in _CUBLASLT:
+            cublaslt.load(x[:rows], weight, None, out[:rows])
+
+
 def _nothing_left(rows: int, outputs: int, inner: int) -> ContractError:
     return ContractError(
         f"gemm: every schedule for {rows} rows, weight ({outputs}, {inner}) is forbidden "
@@ -138,11 +159,15 @@ def _nothing_left(rows: int, outputs: int, inner: int) -> ContractError:
     )
 
 
+def _stand_ins(rows: int) -> list[Schedule]:
+    """What takes any tensors, the fastest first."""
+    able = [REFERENCE] if rows <= 64 else [_TILED, REFERENCE]
+    return [schedule for schedule in able if schedule.name not in _forbidden]
+
+
 def _stand_in(chosen: Schedule, rows: int, outputs: int, inner: int) -> Schedule:
-    """What takes any tensors, where the chosen schedule cannot take these. Slower, so the log tells of it, once."""
-    for schedule in [REFERENCE] if rows <= 64 else [_TILED, REFERENCE]:
-        if schedule.name in _forbidden:
-            continue
+    """Where the chosen schedule cannot take the tensors. Slower, so the log tells of it, once."""
+    for schedule in _stand_ins(rows):
         if (told := (chosen.name, outputs, inner)) not in _stood_in:
             _stood_in.add(told)
             logger.warning(

@@ -1,10 +1,11 @@
 """Does this GPU keep the contract at a model's shapes? Every schedule in use against the reference order.
 
-Rows are run in company, alone and in other row counts, so that every schedule that `gemm`, `grouped_gemm`, attention
-and the head choose between takes part. Each operation with several schedules has a reference among them, the plainest:
+Rows are run in company, alone and in other row counts, so that every schedule takes part that `gemm`, `grouped_gemm`,
+attention and the head choose. Each operation with several schedules has a reference among them, the plainest:
 linears and experts one Triton kernel with one pass over K (`gemm.REFERENCE`), attention in chunk64 the Triton prefill
 of packed rows (`attention.REFERENCE`), the head products in slabs (`head.SLABS`). A schedule that differs is dropped
-for this process (`forbid`), as the report and a log line say. What has no other schedule raises.
+for this process (`forbid`), as the report and a log line say, and what takes its place is compared, too. What has no
+other schedule raises.
 
 A message names the operation with its shape, and the schedule and the rows in brackets.
 """
@@ -106,12 +107,13 @@ class GpuProbe:
     # -- linear ----------------------------------------------------------------------------------------------------
 
     def linears(self) -> None:
+        self.until_nothing_is_dropped(self.linears_once)
+
+    def linears_once(self) -> None:
         gemm = kernels("gemm")
-        head = ((self.shapes.vocab_size,), self.shapes.hidden_size)
-        for parts, inputs in (*self.shapes.linears, head):
+        for parts, inputs, out_dtype in _linears(self.shapes):
             outputs = sum(parts)
             x, weight = cancelling(_ROWS, outputs, inputs, self.device)
-            out_dtype = torch.float32 if (parts, inputs) == head else torch.bfloat16
             op = f"linear({outputs}, {inputs})"
             want = torch.empty(_ROWS, outputs, dtype=out_dtype, device=self.device)
             gemm.REFERENCE.run(x, weight, None, want)
@@ -122,9 +124,8 @@ class GpuProbe:
                 self.gate_up(x, weight, want)
             start = 0
             for part in parts if len(parts) > 1 else ():
-                got = gemm.gemm(x[:65], weight[start : start + part], out_dtype=out_dtype)
-                where = f"{gemm.choice(65, part, inputs, self.device)}, {part} of the outputs alone, 65 rows"
-                self.expect(op, got, want[:65, start : start + part], where)
+                rows = slice(start, start + part)
+                self.schedules_of_linear(op, x, weight[rows], None, want[:, rows], f", {part} of the outputs alone")
                 start += part
             if self.shapes.ranks > 1:
                 self.shards_of_linear(op, parts, x, weight, want)
@@ -132,10 +133,10 @@ class GpuProbe:
     def schedules_of_linear(
         self, op: str, x: Tensor, weight: Tensor, bias: Tensor | None, want: Tensor, what: str = ""
     ) -> None:
-        """Every schedule of every number of rows against `want`, the reference's rows. `what`: said of them."""
+        """What each number of rows takes against `want`, the reference's rows. `what`: said of them."""
         gemm, (outputs, inputs) = kernels("gemm"), weight.shape
         for rows in ROW_COUNTS:
-            for schedule in gemm.schedules(rows, outputs, inputs, self.device):
+            for schedule in gemm.in_use(rows, outputs, inputs, self.device):
                 got = torch.full((rows, outputs), torch.nan, dtype=want.dtype, device=self.device)
                 if not schedule.serves(x[:rows], weight, bias, got):
                     continue
@@ -155,7 +156,7 @@ class GpuProbe:
         self.schedules_of_linear(op, x, weight, bias, want, ", with a bias")
 
     def shards_of_linear(self, op: str, parts: tuple[int, ...], x: Tensor, weight: Tensor, want: Tensor) -> None:
-        """Every schedule on the shape of a rank's share, the last one's, against the same columns of the whole."""
+        """What the shape of a rank's share takes, the last one's, against the same columns of the whole."""
         ranks, start, rows = self.shapes.ranks, 0, []
         for part in parts:
             share = -(-part // ranks)  # of the head, whose parts are whole tiles, nearly
@@ -546,7 +547,7 @@ def run(device: torch.device, shapes: ProbeShapes, attention: str, report: Probe
         device = torch.device("cuda", torch.cuda.current_device())
     rehearsal = Rehearsal(META, shapes, attention, report)
     with ThreadPoolExecutor(1, thread_name_prefix="device") as pool:
-        set_up = pool.submit(_set_up, device)
+        set_up = pool.submit(_set_up, device, shapes)
         try:
             report.kernels = rehearse(device, rehearsal.run, first=rehearsal.imports)
         except Exception:
@@ -559,11 +560,21 @@ def run(device: torch.device, shapes: ProbeShapes, attention: str, report: Probe
     GpuProbe(device, shapes, attention, report).run()
 
 
-def _set_up(device: torch.device) -> None:
-    """What the checks would wait for at their first use of a device: its context, and PyTorch's own kernels."""
+def _set_up(device: torch.device, shapes: ProbeShapes) -> None:
+    """What the checks would wait for at their first use of a device: its context, PyTorch's own kernels, and those that
+    a library brings for the linears."""
     x, weight = cancelling(8, 8, 64, device)
+    if device.type == "cuda":
+        for parts, inputs, out_dtype in _linears(shapes):
+            kernels("gemm").get_ready(ROW_COUNTS, sum(parts), inputs, out_dtype, device)
     _differing(x, weight)
     torch.isfinite(x).all().item()
+
+
+def _linears(shapes: ProbeShapes) -> list[tuple[tuple[int, ...], int, torch.dtype]]:
+    """(outputs of each part, inputs, dtype of the result), the head last."""
+    of_layers = [(parts, inputs, torch.bfloat16) for parts, inputs in shapes.linears]
+    return [*of_layers, ((shapes.vocab_size,), shapes.hidden_size, torch.float32)]
 
 
 def _differing(got: Tensor, want: Tensor) -> int:

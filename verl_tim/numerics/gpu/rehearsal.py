@@ -10,9 +10,9 @@ is compiled at its launch, as without one. Schedules are chosen as on the GPU th
 A kernel's first launch also waits for a C compiler, which makes the function that hands its arguments to the driver;
 threads make those, too, one for all kernels of one signature.
 
-Threads serve, since LLVM's passes and the assembler, six sevenths of a compile, do not hold Python's lock, and the C
-compiler is a process. The seventh that does is Triton's walk over the source; it sets the pace where there are many
-cores.
+Threads serve, since LLVM's passes and the assembler, four fifths of a compile, do not hold Python's lock, and the C
+compiler is a process. The fifth that does is Triton's walk over the source, and LLVM's linking of CUDA's device
+library; it sets the pace where there are many cores.
 """
 
 from __future__ import annotations
