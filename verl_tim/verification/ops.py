@@ -66,12 +66,15 @@ def probe_models(
 
 def _shapes(folders: list[str], *, on_gpu: bool) -> list[tuple[str, ProbeShapes]]:
     from verl_tim.models import ModelError, config_from_hf, load_model_config
-    from verl_tim.tasks.random_model import hf_config
-    from verl_tim.verification.random_models import KINDS, make_random_model
 
     if not folders and on_gpu:
+        from verl_tim.tasks.random_model import hf_config
+
         return [(name, config_from_hf(hf_config(name)).probe_shapes) for name in DEFAULT_SHAPES]
     if not folders:
+        # what makes models is imported where one is made: it takes longer than the probe of kernels in the cache
+        from verl_tim.verification.random_models import KINDS, make_random_model
+
         with tempfile.TemporaryDirectory(prefix="verl-tim-ops-") as work:
             made = {kind: make_random_model(kind, Path(work) / kind) for kind in KINDS}
             return [(f"random {kind}", load_model_config(folder).probe_shapes) for kind, folder in made.items()]
