@@ -150,6 +150,55 @@ async def test_a_router_that_goes_on_naming_it_is_asked_now_and_then(client, bal
     assert (await asked).stop_reason == "completed"
 
 
+async def test_a_request_that_is_cancelled_meanwhile_takes_no_other_with_it(balancer, servers, monkeypatch):
+    asked = asyncio.Event()
+
+    async def remove(server_ids):
+        asked.set()
+        await asyncio.sleep(0.1)
+        GlobalRequestLoadBalancer.remove_servers(balancer, server_ids)
+
+    monkeypatch.setattr(balancer, "remove_servers", remove)
+    client = FailoverClient(config(), Actor(balancer))
+    servers[1].state, servers[1].ready = unavailable(), False
+    requests = [asyncio.create_task(ask(client, number)) for number in range(30)]
+    await asked.wait()
+    await asyncio.sleep(0.05)
+    waiting = [request for request in requests if not request.done()]
+    assert len(waiting) > 1
+    waiting[0].cancel()
+    answers = await asyncio.gather(*waiting, return_exceptions=True)
+    assert [type(answer) for answer in answers] == [asyncio.CancelledError] + [TokenOutput] * (len(waiting) - 1)
+    servers[1].state, servers[1].ready = None, True
+    await until(lambda: "s1" in balancer.get_all_servers())
+
+
+async def test_one_that_dies_again_before_all_workers_saw_it_back_is_left_out_again(balancer, servers, monkeypatch):
+    first, second = (FailoverClient(config(), Actor(balancer)) for _ in range(2))
+    servers[1].state, servers[1].ready = unavailable(), False
+    await asyncio.gather(*[ask(client, f"{client}{number}") for client in (first, second) for number in range(10)])
+    assert "s1" in first._absent
+    assert "s1" in second._absent
+    looks, is_ready = asyncio.Event(), failover._is_ready
+
+    async def later(server):
+        if asyncio.current_task() in second._returns:
+            await looks.wait()
+        return await is_ready(server)
+
+    monkeypatch.setattr(failover, "_is_ready", later)
+    await asyncio.sleep(0.05)
+    servers[1].state, servers[1].ready = None, True
+    await until(lambda: "s1" in balancer.get_all_servers())
+    servers[1].state, servers[1].ready = unavailable(), False
+    looks.set()
+    await asyncio.sleep(0.05)
+    # the balancer has it, and the second worker's client still takes it for absent
+    outputs = await asyncio.gather(*[ask(second, 100 + number) for number in range(10)])
+    assert {output.token_ids[0] for output in outputs} == {0, 2}
+    assert sorted(balancer.get_all_servers()) == ["s0", "s2"]
+
+
 async def test_one_that_stays_dead_is_waited_for_no_more(client, balancer, servers, caplog):
     servers[1].state, servers[1].ready = unavailable(), ActorDiedError()
     await asyncio.gather(*[ask(client, number) for number in range(30)])

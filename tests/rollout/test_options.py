@@ -115,6 +115,7 @@ def test_options_of_another_rollout_are_not_read():
         ({"engine_kwargs": {"vexact": {"num_threads": 0}}}, "num_threads=0"),
         ({"engine_kwargs": {"vexact": {"max_restarts": -1}}}, "max_restarts=-1"),
         ({"engine_kwargs": {"vexact": {"max_restarts": True}}}, "max_restarts=True"),
+        ({"engine_kwargs": {"vexact": {"max_restarts": 10**30}}}, "max_restarts=10{30}: give"),
         ({"engine_kwargs": {"vexact": {"in_flight": "drop"}}}, "in_flight='drop': choose keep, abort, finish"),
         ({"engine_kwargs": {"vexact": 5}}, r"engine_kwargs\.vexact=5"),
         ({"engine_kwargs": {"vexact": {"kv_cache_tokens": 96}}}, r"kv_cache_tokens=96 .*at least 112"),

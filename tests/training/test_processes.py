@@ -8,6 +8,7 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnschedulableError
 
 from verl_tim.diagnosis.manifest import Place
+from verl_tim.rollout.away import ReplicaAwayError
 from verl_tim.training import processes
 from verl_tim.training.processes import ProcessDied, RunProcesses
 
@@ -98,8 +99,21 @@ def test_a_server_that_may_be_started_again_is_named_until_it_serves(actors, gon
     run = RunProcesses(actors)
     actors["server 0"].state = gone
     named = r"server 0 on node 10\.0\.0\.2 .*pid 102 died: .*(its node is gone|has no weights yet)"
+    for cause in ("ReplicaAwayError: rollout server 0 died", "RuntimeError: No available servers in load balancer"):
+        with pytest.raises(ProcessDied, match=named), run.named_when_dead():
+            raise RuntimeError(f"1 responses failed in the agent loop; the first: {cause}")
     with pytest.raises(ProcessDied, match=named), run.named_when_dead():
-        raise RuntimeError("1 responses failed in the agent loop")
+        raise RuntimeError("the update failed") from ReplicaAwayError("rollout server 0 died and was started again")
+
+
+def test_an_error_of_the_run_itself_is_not_laid_to_a_server_for_which_others_answered(actors):
+    run = RunProcesses(actors)
+    actors["server 0"].state = True
+    with pytest.raises(RuntimeError, match="rollout and trainer differ"), run.named_when_dead():
+        raise RuntimeError("step 3: rollout and trainer differ")
+    actors["actor 1"].state = died()
+    with pytest.raises(ProcessDied, match=r"actor 1 "), run.named_when_dead():
+        raise RuntimeError("Connection closed by peer")
 
 
 def test_who_is_away_says_so_itself():

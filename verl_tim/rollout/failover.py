@@ -52,8 +52,9 @@ class FailoverClient(LLMServerClient):
                 if asked is None or self.config.actor_rollout_ref.rollout.name not in ROLLOUTS:
                     raise  # the balancer's own end, or of a server that nobody starts again
                 lost = error
-                await self._leave_out(*asked, error)
-                if asked[0] in met:  # a router of the user's that goes on naming it
+                again = asked[0] in met
+                await self._leave_out(*asked, error, again=again)
+                if again:  # a router of the user's that goes on naming it
                     await asyncio.sleep(_POLL_SECONDS)
                 met.add(asked[0])
             except RuntimeError as error:
@@ -66,21 +67,33 @@ class FailoverClient(LLMServerClient):
         _asked.set(found)
         return found
 
-    async def _leave_out(self, server_id: str, server: Any, error: Exception) -> None:
-        if server_id not in self._absent:
+    async def _leave_out(self, server_id: str, server: Any, error: Exception, *, again: bool) -> None:
+        """Remove a server from the balancer until it is ready.
+
+        Args:
+            again: the request met it before, so somebody else has put it back since: another process's client, for
+                which it came back and died once more, or a trainer that adds its own.
+        """
+        known = server_id in self._absent
+        if not known:
             logger.warning("rollout server %s died; others answer its requests: %s", server_id, error)
+        if again or not known:
             # a task, for all requests that met its end wait for the same
-            removed: asyncio.Future[Any] = asyncio.ensure_future(
+            self._absent[server_id] = asyncio.ensure_future(
                 self._load_balancer.remove_servers.remote(server_ids=[server_id])
             )
-            self._absent[server_id] = removed
+        if not known:
             self._returns.add(returns := asyncio.create_task(self._bring_back(server_id, server)))
             returns.add_done_callback(self._returns.discard)
-        await self._absent[server_id]
+        await self._removal(server_id)
+
+    async def _removal(self, server_id: str) -> None:
+        # shielded: a request that is cancelled here would cancel it for all others
+        await asyncio.shield(self._absent[server_id])
 
     async def _bring_back(self, server_id: str, server: Any) -> None:
         try:
-            await self._absent[server_id]
+            await self._removal(server_id)
             while not await _is_ready(server):
                 await asyncio.sleep(_POLL_SECONDS)
             await self._load_balancer.add_servers.remote(servers={server_id: server})

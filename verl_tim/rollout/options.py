@@ -33,6 +33,7 @@ ENGINE_OPTIONS = (
 
 DEFAULT_RESTARTS = 3
 """Of a replica that is one of several."""
+LARGEST_RESTARTS = 2**31 - 1  # Ray counts in 64 bits, and says no key where a number is larger
 
 # verl's keys of how a replica's engine is split.
 DEGREES = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
@@ -176,9 +177,10 @@ def rollout_options(
         isinstance(num_threads, bool) or not isinstance(num_threads, int) or num_threads < 1
     ):
         raise ConfigError(f"{where}.num_threads={num_threads!r}: give a number of threads, or null for torch's default")
-    if isinstance(max_restarts, bool) or not isinstance(max_restarts, int) or max_restarts < 0:
+    if isinstance(max_restarts, bool) or not isinstance(max_restarts, int) or not 0 <= max_restarts <= LARGEST_RESTARTS:
         raise ConfigError(
-            f"{where}.max_restarts={max_restarts!r}: give how often a replica that died is started again, or 0"
+            f"{where}.max_restarts={max_restarts!r}: give how often a replica that died is started again, 0 to "
+            f"{LARGEST_RESTARTS}"
         )
     if in_flight not in get_args(InFlight):
         raise ConfigError(f"{where}.in_flight={in_flight!r}: choose {', '.join(get_args(InFlight))}")

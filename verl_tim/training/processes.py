@@ -27,6 +27,10 @@ ANSWER_SECONDS = 10.0
 _MORE_SECONDS = 1.0
 _NO_MORE = (RayActorError, ActorUnschedulableError)
 """Ray's errors for an actor that is dead, or cannot be started again because its node is."""
+_AWAY = "it was started again, and has no weights yet"
+# Words of errors that a server without weights makes: its own, those of a request or call that met its end, and that of
+# verl's balancer when all are away. They come as text, too (`RolloutError`, Ray's errors of other processes).
+_FROM_AWAY = ("ReplicaAwayError", "ActorUnavailableError", "ActorDiedError", "No available servers in load balancer")
 
 
 class ProcessDied(RuntimeError):
@@ -142,7 +146,7 @@ class RunProcesses:
             for reference in done:
                 name = waiting.pop(reference)
                 try:
-                    said = "it was started again, and has no weights yet" if ray.get(reference) else None
+                    said = _AWAY if ray.get(reference) else None
                 except _NO_MORE as error:
                     said = str(error)
                 if said is not None:
@@ -155,6 +159,9 @@ class RunProcesses:
     def named_when_dead(self) -> Iterator[None]:
         """What fails inside because a process died becomes that.
 
+        A server that died, and for which others answered until the next weights, is no cause of an error of the run's
+        own, such as the gate's.
+
         Raises:
             ProcessDied: from the error that showed it; names every process that is dead.
         """
@@ -162,10 +169,22 @@ class RunProcesses:
             yield
         except Exception as error:
             dead = self.dead()
+            if set(dead.values()) == {_AWAY} and not _is_of_a_server_away(error):
+                raise
             if not dead:
                 raise
             who = "; ".join(f"{name} on {self.places[name]}" for name in dead)
             raise ProcessDied(f"{who} died: {_reason(next(iter(dead.values())))}") from error
+
+
+def _is_of_a_server_away(error: BaseException | None) -> bool:
+    seen: list[BaseException] = []
+    while error is not None and error not in seen:
+        if any(word in f"{type(error).__name__}: {error}" for word in _FROM_AWAY):
+            return True
+        seen.append(error)
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _reason(said: str) -> str:
