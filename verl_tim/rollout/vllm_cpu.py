@@ -87,6 +87,7 @@ def reload_by_layers(module: ModuleType) -> None:
             result = update_(self, *args, **kwargs)
         for model, model_config in self._iter_all_models_with_config():
             finalize_layerwise_reload(model, model_config)
+            _pack_tied_heads_again(model)
         return result
 
     @functools.wraps(load_)
@@ -109,6 +110,17 @@ def _pack_experts_again(model: Any) -> None:
         method: Any = getattr(layer, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
             method.moe_kernel = None
+
+
+def _pack_tied_heads_again(model: Any) -> None:
+    """Embeddings that are the head, too, are kept beside what was packed of them, which vLLM 0.28's reload leaves as it
+    was: the head went on with its first weights."""
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    for layer in model.modules():
+        if isinstance(layer, VocabParallelEmbedding) and hasattr(layer, "cpu_linear"):
+            dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
 
 
 @contextmanager
