@@ -42,6 +42,8 @@ COMMON = (
 RUNS = {
     "token_tis": ("qwen3", (f"++{RC}.preset=token_tis",)),
     "bypass": ("qwen3", (f"++{RC}.preset=bypass_ppo", "trainer.use_v1=false")),
+    # one tensor is embedding and head, as in most small models
+    "tied": ("tied", ()),
     "moe": ("qwen3_moe", ("+actor_rollout_ref.actor.fsdp_config.router_replay.mode=R2",)),
 }
 
@@ -55,6 +57,7 @@ def runs(tmp_path_factory):
         kind: str(model_folder(tmp_path_factory.mktemp(kind), kind, head_dim=32))  # the smallest that vLLM has on a CPU
         for kind in ("qwen3", "qwen3_moe")
     }
+    models["tied"] = str(model_folder(tmp_path_factory.mktemp("tied"), head_dim=32, tied=True))
     overrides = {
         name: [
             *overrides_of(folder / name, models[kind], data, rollout="vllm", steps=STEPS),
