@@ -498,7 +498,8 @@ def patch_vllm_cpu_weights() -> None:
     linears replaced on CPUs with bf16 instructions. verl loads new ones over the packed ones, and vLLM 0.28 packs
     experts at the first load only, so that they compute with other numbers, without an error (log-probs off by up to 33
     nats on a tiny mixture). The patch lets vLLM reload layer by layer, as its own weight updates do, and pack experts
-    each time. Unnecessary once verl does the first and vLLM the second. No upstream issue is known.
+    and heads that are tied to the embedding each time. Unnecessary once verl does the first and vLLM the others. No
+    upstream issue is known.
     """
 
     def patch(module: ModuleType) -> None:

@@ -113,14 +113,15 @@ def _pack_experts_again(model: Any) -> None:
 
 
 def _pack_tied_heads_again(model: Any) -> None:
-    """Embeddings that are the head, too, are kept beside what was packed of them, which vLLM 0.28's reload leaves as it
-    was: the head went on with its first weights."""
-    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
-    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+    """A head that is tied to the embedding has no weights of its own in an update, so vLLM 0.28's reload leaves what
+    was packed of it, and it goes on with its first weights."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
+    if not model.config.tie_word_embeddings:
+        return
     for layer in model.modules():
-        if isinstance(layer, VocabParallelEmbedding) and hasattr(layer, "cpu_linear"):
-            dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+        if isinstance(layer, ParallelLMHead):
+            layer.quant_method.process_weights_after_loading(layer)
 
 
 @contextmanager
