@@ -68,8 +68,9 @@ def told(monkeypatch):
         monkeypatch.setitem(sys.modules, name, made)
         return made
 
-    for name in ("vllm", "vllm.model_executor", "vllm.model_executor.model_loader"):
+    for name in ("vllm", "vllm.model_executor", "vllm.model_executor.model_loader", "vllm.model_executor.layers"):
         module(name)
+    module("vllm.model_executor.layers.vocab_parallel_embedding", ParallelLMHead=Head)
     module("vllm.platforms", current_platform=SimpleNamespace(is_cpu=lambda: told.on_cpu))
     module(
         "vllm.model_executor.model_loader.reload",
@@ -88,12 +89,19 @@ def told(monkeypatch):
     return told
 
 
-def verls_module(told, kernels):
+class Head(SimpleNamespace):
+    """vLLM's ParallelLMHead."""
+
+
+def verls_module(told, kernels, *, tied=False):
     class Extension:
         def __init__(self):
             methods = [SimpleNamespace(moe_kernel=kernel) for kernel in kernels]
             layers = [SimpleNamespace(quant_method=method) for method in methods] + [SimpleNamespace()]
-            self.methods, self.model = methods, SimpleNamespace(modules=lambda: layers)
+            packing = SimpleNamespace(process_weights_after_loading=lambda layer: told.append("head packed"))
+            layers.append(Head(quant_method=packing))
+            config = SimpleNamespace(tie_word_embeddings=tied)
+            self.methods, self.model = methods, SimpleNamespace(modules=lambda: layers, config=config)
             self.seen = []
 
         def _iter_all_models(self):
@@ -130,6 +138,13 @@ def test_an_update_on_a_cpu_is_left_to_the_layers(told):
     assert worker.update_weights_from_ipc(torch.ones(3)) == "done"
     assert told == ["layers wait", "kernels [None, None]", "layers done config"]
     assert worker.seen[0][1].tolist() == [1, 1, 1], "not a view of what the next bucket is written over"
+
+
+def test_a_tied_head_is_packed_of_the_embeddings_new_weights(told):
+    """It has none of its own in an update, so the layers' reload leaves it as it was packed first."""
+    worker = verls_module(told, [], tied=True).vLLMColocateWorkerExtension()
+    assert worker.update_weights_from_ipc(torch.ones(3)) == "done"
+    assert told == ["layers wait", "kernels []", "layers done config", "head packed"]
 
 
 def test_an_update_on_a_gpu_is_verls(told):
