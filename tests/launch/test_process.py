@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from verl_tim.launch import process
-from verl_tim.launch.process import MetricsReader, Step, failure_cause, run_verl, verl_command
+from verl_tim.launch.process import MetricsReader, Step, exception_names, failure_cause, run_verl, verl_command
 
 WRITES_STEPS = """
 import json, sys, time
@@ -140,6 +140,40 @@ def test_what_a_worker_says_later_is_not_the_cause(tmp_path):
         "\x1b[36m(WorkerDict pid=8, ip=10.77.0.1)\x1b[0m RuntimeError: Connection closed by peer\n"
     )
     assert failure_cause(log)[-1].startswith("verl_tim.training.processes.ProcessDied: actor 1")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "verl_tim.training.processes.EnginesFailed",
+        "verl_tim.training.baseline_gate.BaselineExceeded",
+        "verl_tim.rollout.vllm_death.EngineEnded",
+        "omegaconf.errors.MissingMandatoryValue",
+        "StopIteration",
+    ],
+)
+def test_an_exception_is_one_whatever_its_name_is(tmp_path, name):
+    log = tmp_path / "train.log"
+    log.write_text(
+        "Traceback (most recent call last):\n"
+        '  File "startup.py", line 124, in check\n'
+        "    raise RolloutError(\n"
+        "verl_tim.training.startup.RolloutError: 128 responses failed\n"
+        "\n"
+        "The above exception was the direct cause of the following exception:\n"
+        "\n"
+        "ray::TaskRunnerV1.run() (pid=15969, ip=192.0.2.2)\n"
+        '  File "processes.py", line 217, in named_when_dead\n'
+        "    raise the_other from error\n"
+        "    ^^^^^^^^^^^^^^^^^^^^^^^^^^\n"
+        f"{name}: engines failed: RuntimeError: a kernel failed\n"
+        "Config:\n"
+        "  File: none\n"
+        "Ended: yes\n"
+    )
+    cause = failure_cause(log)
+    assert f"{name}: engines failed: RuntimeError: a kernel failed" in cause
+    assert exception_names(cause)[-1] == name.rpartition(".")[2]
 
 
 def test_cause_without_a_traceback_is_the_end_of_the_log(tmp_path):

@@ -52,10 +52,11 @@ class Server:
             token_ids=[self.number], log_probs=[-1.0], stop_reason="completed", extra_fields={"global_steps": 1}
         )
 
-    async def is_ready(self):
-        if isinstance(self.ready, Exception):
-            raise self.ready
-        return self.ready
+    async def until_ready(self):
+        while self.ready is not True:
+            if isinstance(self.ready, Exception):
+                raise self.ready
+            await asyncio.sleep(0.005)
 
 
 def unavailable():
@@ -175,18 +176,20 @@ async def test_a_request_that_is_cancelled_meanwhile_takes_no_other_with_it(bala
 
 async def test_one_that_dies_again_before_all_workers_saw_it_back_is_left_out_again(balancer, servers, monkeypatch):
     first, second = (FailoverClient(config(), Actor(balancer)) for _ in range(2))
+    looks, until_ready = asyncio.Event(), failover._until_ready
+
+    async def later(server):
+        await until_ready(server)
+        if asyncio.current_task() in second._returns:
+            await looks.wait()
+            await until_ready(server)
+
+    monkeypatch.setattr(failover, "_until_ready", later)
+
     servers[1].state, servers[1].ready = unavailable(), False
     await asyncio.gather(*[ask(client, f"{client}{number}") for client in (first, second) for number in range(10)])
     assert "s1" in first._absent
     assert "s1" in second._absent
-    looks, is_ready = asyncio.Event(), failover._is_ready
-
-    async def later(server):
-        if asyncio.current_task() in second._returns:
-            await looks.wait()
-        return await is_ready(server)
-
-    monkeypatch.setattr(failover, "_is_ready", later)
     await asyncio.sleep(0.05)
     servers[1].state, servers[1].ready = None, True
     await until(lambda: "s1" in balancer.get_all_servers())

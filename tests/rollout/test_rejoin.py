@@ -18,10 +18,12 @@ from verl.workers.rollout.router import GlobalRequestLoadBalancer
 from tests.rollout.test_server import BOTH, SAMPLED, options_of
 from verl_tim.models.weights import checkpoint_weights
 from verl_tim.rollout import failover
+from verl_tim.rollout.away import ReplicaFailedError
 from verl_tim.rollout.failover import FailoverClient
 from verl_tim.rollout.server_actor import ServerActor
 from verl_tim.rollout.shared_buckets import device_identity, pack_shared
 from verl_tim.rollout.weights import pack, send
+from verl_tim.training.processes import EnginesFailed, RunProcesses, server_name
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(300)]
 
@@ -119,6 +121,13 @@ def break_engine(server):
     server.engine._engine.step = broken
 
 
+def break_sleep(server):
+    def broken(*args, **kwargs):
+        raise RuntimeError("a kernel failed before")
+
+    server.engine._engine.release_kv_cache = broken
+
+
 @pytest.mark.parametrize("end", [kill, break_engine])
 async def test_its_requests_are_answered_and_it_rejoins_with_the_next_weights(servers, client, model, device, end):
     _, weights = model
@@ -154,3 +163,42 @@ async def test_its_requests_are_answered_and_it_rejoins_with_the_next_weights(se
     assert [answer[:2] for answer in await drawn(client)] == [answer[:2] for answer in whole]
     assert (await servers[1].stats.remote())["drawn_tokens"] > before
     assert (await servers[1].report.remote())["counters"]["restarts"] == 0
+
+
+async def test_an_engine_that_fails_in_a_call_of_the_trainers_is_started_again_too(servers, client, model, device):
+    _, weights = model
+    await step_begins(servers, weights, 1, device)
+    whole = await drawn(client)
+    await servers[1].__ray_call__.remote(break_sleep)
+    for server in servers:
+        await asyncio.wait_for(server.sleep.remote(), 60)
+    assert await servers[1].is_ready.remote() is False
+    assert (await servers[1].report.remote())["counters"]["restarts"] == 1
+    await step_begins(servers, weights, 2, device)
+    assert [answer[:2] for answer in await drawn(client)] == [answer[:2] for answer in whole]
+
+
+async def test_where_every_engine_fails_their_error_is_told_and_none_is_forgotten(servers, client, model, device):
+    _, weights = model
+    await step_begins(servers, weights, 1, device)
+    for server in servers:
+        await server.__ray_call__.remote(break_engine)
+    run = RunProcesses({server_name(number): server for number, server in enumerate(servers)})
+
+    def a_step():
+        with run.named_when_dead():
+            asyncio.run_coroutine_threadsafe(drawn(client), loop).result(60)
+
+    loop = asyncio.get_running_loop()
+    told = r"no rollout server is left.*server 0 on .*: RuntimeError: a kernel failed; server 1 on .*: RuntimeError: a"
+    with pytest.raises(EnginesFailed, match=told):
+        await asyncio.to_thread(a_step)
+    with pytest.raises(ReplicaFailedError, match="RuntimeError: a kernel failed"):
+        await servers[0].generate.remote(PROMPTS[0], dict(SAMPLED), "late")
+
+    # started again once is all that `max_restarts` allows here
+    await step_begins(servers, weights, 2, device)
+    for server in servers:
+        await server.__ray_call__.remote(break_engine)
+    with pytest.raises(EnginesFailed, match=told):
+        await asyncio.to_thread(a_step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 
 import numpy as np
@@ -77,6 +78,19 @@ async def test_why_a_response_failed_is_said_once(monkeypatch):
             await worker._run_agent_loop({}, trajectory, raw_prompt=list(PROMPT), agent_name="a", session_id=session)
     assert await worker.take_failures() == ["ValueError: no number in 0", "ValueError: no number in 3"]
     assert await worker.take_failures() == []
+
+    async def endless(self, sampling_params, trajectory, **kwargs):
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(AgentLoopWorker, "_run_agent_loop", endless)
+    cancelled = asyncio.create_task(
+        worker._run_agent_loop({}, trajectory, raw_prompt=list(PROMPT), agent_name="a", session_id=0)
+    )
+    await asyncio.sleep(0)
+    cancelled.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await cancelled
+    assert await worker.take_failures() == ["CancelledError: "]
 
 
 @pytest.mark.parametrize("calls", [1, 2])

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import load_file
 
 from verl_tim.engine import EngineDeadError, EngineStateError, RequestError
-from verl_tim.rollout.away import AwayEngine, ReplicaAwayError
+from verl_tim.rollout.away import AwayEngine, ReplicaAwayError, ReplicaFailedError
 from verl_tim.rollout.options import rollout_options
 from verl_tim.rollout.server import KEPT_FAILURES, EngineServer
 from verl_tim.rollout.weights import send
@@ -46,7 +46,7 @@ def options_of(folder, *, load_format="auto", device="cpu", name="vexact", **cha
     return rollout_options(config, model_path=folder, max_position_embeddings=128, device=device)
 
 
-def make(folder, *, shared_memory=BOTH, name="vexact", away=False, **changes):
+def make(folder, *, shared_memory=BOTH, name="vexact", away=None, **changes):
     options = options_of(folder, name=name, **changes)
     return EngineServer(options, name=name, replica_rank=0, shared_memory=shared_memory, away=away)
 
@@ -317,7 +317,7 @@ AWAY = r"rollout server 0 died and was started again; it has no weights before t
 
 @pytest.fixture(params=[BOTH, ("kv_cache",), ()], ids=["hybrid", "colocated", "standalone"])
 def away(folder, request):
-    made = make(folder, shared_memory=request.param, away=True, ignore_eos=True)
+    made = make(folder, shared_memory=request.param, away=AwayEngine("rollout server 0"), ignore_eos=True)
     yield made
     if not isinstance(made.engine, AwayEngine):
         made.engine.shutdown()
@@ -333,7 +333,8 @@ async def test_away_it_serves_nothing_and_holds_up_nobody(away):
     await away.resume_generation()
     await away.set_global_steps(5)
     await away.abandon_weights("the update before its end")
-    assert (away.away, await away.is_ready()) == (True, False)
+    assert away.away is not None
+    assert not await away.is_ready()
     for call in (away.describe, away.weight_checksum, away.finish_weights):
         with pytest.raises(ReplicaAwayError, match=AWAY):
             await call()
@@ -345,6 +346,22 @@ async def test_away_it_serves_nothing_and_holds_up_nobody(away):
     assert (await away.report())["counters"]["restarts"] == 0
 
 
+async def test_one_whose_engine_had_failed_says_how(folder):
+    away = make(folder, away=AwayEngine("rollout server 0", "AcceleratorError: an illegal memory access"))
+    with pytest.raises(ReplicaFailedError, match=r"ended with its engine.*AcceleratorError: an illegal memory access"):
+        await away.generate([5], dict(SAMPLED), "a")
+
+
+async def test_who_waits_for_it_hears_when_it_is_ready(away, weights):
+    waits = asyncio.ensure_future(away.until_ready())
+    await away.wake_up(["weights"])
+    await asyncio.sleep(0.05)
+    assert not waits.done()
+    await update(away, weights, 1)
+    await away.wake_up(["kv_cache"])
+    await asyncio.wait_for(waits, 1)
+
+
 async def test_it_comes_back_with_the_next_weights(away, server, weights):
     whole = await server.generate([5, 6, 7], {**SAMPLED, "max_tokens": 9}, "a")
     await away.wake_up(["weights"])
@@ -354,7 +371,8 @@ async def test_it_comes_back_with_the_next_weights(away, server, weights):
     await send(iter(weights.items()), bucket_bytes=1 << 13, dtype=torch.bfloat16, deliver=away.receive_weights)
     await away.finish_weights()
     await away.wake_up(["kv_cache"])
-    assert (away.away, await away.is_ready()) == (False, True)
+    assert away.away is None
+    assert await away.is_ready()
     again = await away.generate([5, 6, 7], {**SAMPLED, "max_tokens": 9}, "a")
     assert (again.token_ids, again.log_probs) == (whole.token_ids, whole.log_probs)
     assert again.extra_fields["global_steps"] == 7
@@ -368,11 +386,11 @@ async def test_weights_that_fail_leave_it_away_until_some_do_not(away, weights):
     with pytest.raises(ReplicaAwayError):
         await away.generate([5], dict(SAMPLED), "a")
     await update(away, weights, 2)
-    assert away.away is False
+    assert away.away is None
 
 
 async def test_an_engine_that_cannot_be_made_again_says_so_to_the_trainer(folder, weights, monkeypatch):
-    away = make(folder, away=True)
+    away = make(folder, away=AwayEngine("rollout server 0"))
 
     def fails(*args, **kwargs):
         raise MemoryError("the trainer holds it")

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import traceback
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnschedulableError
 
 from verl_tim.diagnosis.manifest import Place
-from verl_tim.rollout.away import ReplicaAwayError
+from verl_tim.launch.process import Outcome
+from verl_tim.launch.restarts import is_infrastructure
+from verl_tim.rollout.away import AwayEngine, ReplicaAwayError
 from verl_tim.training import processes
-from verl_tim.training.processes import ProcessDied, RunProcesses
+from verl_tim.training.processes import EnginesFailed, ProcessDied, RunProcesses
 
 SAYS = """The actor died unexpectedly before finishing this task.
 \tpid: 7
@@ -29,11 +33,12 @@ class Actor:
     """What `RunProcesses` uses of an actor handle."""
 
     def __init__(self, number):
-        self.state = False  # whether it is away, as it says itself
+        self.state = False  # what `why_away` says, False: that it is not
         place = Place(node=f"{number}" * 8, ip=f"10.0.0.{number}", host=f"host{number}", pid=100 + number)
         self.__ray_call__ = SimpleNamespace(
-            remote=lambda function, *args: Reference(self.state if function is processes.is_away else place)
+            remote=lambda function, *args: Reference(self.state if function is processes.why_away else place)
         )
+        self.last_words = ""
 
 
 class FakeRay:
@@ -43,7 +48,7 @@ class FakeRay:
             return [FakeRay.get(reference) for reference in references]
         if isinstance(references.value, Exception):
             raise references.value
-        return references.value
+        return None if references.value is False else references.value
 
     @staticmethod
     def wait(references, *, num_returns, timeout):
@@ -57,8 +62,16 @@ class FakeRay:
 def actors(monkeypatch):
     monkeypatch.setattr(processes, "ray", FakeRay)
     monkeypatch.setattr(processes, "ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(processes, "RESTART_SECONDS", 1.0)
     monkeypatch.setattr(processes, "_MORE_SECONDS", 0.05)
+    monkeypatch.setattr(processes.last_words, "of", lambda actor: actor.last_words)
     return {name: Actor(number) for number, name in enumerate(("actor 0", "actor 1", "server 0"))}
+
+
+def outcome_of(error):
+    """Of a run that ended with it, as `launch.process` reads it from a log."""
+    lines = traceback.format_exception_only(error)[-1].splitlines()
+    return Outcome(1, 1.0, (), Path("train.log"), tuple(lines))
 
 
 def died():
@@ -93,7 +106,7 @@ def test_all_that_went_with_a_node_are_named(actors):
 
 
 @pytest.mark.parametrize(
-    "gone", [ActorUnschedulableError("its node is gone"), True], ids=["cannot be started again", "was started again"]
+    "gone", [ActorUnschedulableError("its node is gone"), ""], ids=["cannot be started again", "was started again"]
 )
 def test_a_server_that_may_be_started_again_is_named_until_it_serves(actors, gone):
     run = RunProcesses(actors)
@@ -106,9 +119,10 @@ def test_a_server_that_may_be_started_again_is_named_until_it_serves(actors, gon
         raise RuntimeError("the update failed") from ReplicaAwayError("rollout server 0 died and was started again")
 
 
-def test_an_error_of_the_run_itself_is_not_laid_to_a_server_for_which_others_answered(actors):
+@pytest.mark.parametrize("why", ["", "AcceleratorError: an illegal memory access"], ids=["killed", "engine failed"])
+def test_an_error_of_the_run_itself_is_not_laid_to_a_server_for_which_others_answered(actors, why):
     run = RunProcesses(actors)
-    actors["server 0"].state = True
+    actors["server 0"].state = why
     with pytest.raises(RuntimeError, match="rollout and trainer differ"), run.named_when_dead():
         raise RuntimeError("step 3: rollout and trainer differ")
     actors["actor 1"].state = died()
@@ -116,10 +130,70 @@ def test_an_error_of_the_run_itself_is_not_laid_to_a_server_for_which_others_ans
         raise RuntimeError("Connection closed by peer")
 
 
-def test_who_is_away_says_so_itself():
-    assert processes.is_away(SimpleNamespace(away=True))
-    assert not processes.is_away(SimpleNamespace(away=False))
-    assert not processes.is_away(object())
+ILLEGAL = "AcceleratorError: CUDA error: an illegal memory access was encountered"
+FROM_AWAY = RuntimeError("1 responses failed; the first: ReplicaFailedError: rollout server 0 ended with its engine")
+
+
+@pytest.fixture
+def two_servers(actors):
+    actors["server 1"] = Actor(3)
+    return actors
+
+
+def ended_for_its_engine(actor, *, for_good=False):
+    actor.state, actor.last_words = (died(), ILLEGAL) if for_good else (ILLEGAL, "")
+
+
+@pytest.mark.parametrize("for_good", [False, True], ids=["was started again", "all restarts are used up"])
+def test_where_the_engines_failed_it_is_their_error_and_no_process_that_died(two_servers, for_good):
+    run = RunProcesses(two_servers)
+    ended_for_its_engine(two_servers["server 0"])
+    ended_for_its_engine(two_servers["server 1"], for_good=for_good)
+    named = rf"server 0 on node .*pid 102: {ILLEGAL}; server 1 on node .*pid 103: {ILLEGAL}"
+    with pytest.raises(EnginesFailed, match=named) as raised, run.named_when_dead():
+        raise FROM_AWAY
+    assert raised.value.__cause__ is FROM_AWAY
+    assert not is_infrastructure(outcome_of(raised.value)), "the run would meet it again"
+
+
+def test_beside_one_that_was_killed_it_is_told_too(two_servers):
+    run = RunProcesses(two_servers)
+    ended_for_its_engine(two_servers["server 0"])
+    two_servers["server 1"].state = ""
+    named = rf"server 0 on node .*\(its engine failed: {ILLEGAL}\); server 1 on node .* died"
+    with pytest.raises(ProcessDied, match=named) as raised, run.named_when_dead():
+        raise FROM_AWAY
+    assert is_infrastructure(outcome_of(raised.value))
+
+
+def test_servers_that_ray_is_starting_again_are_waited_for_and_trainers_are_not(two_servers, monkeypatch):
+    run = RunProcesses(two_servers)
+    two_servers["actor 0"].state = None  # in a collective
+    ended_for_its_engine(two_servers["server 0"])
+    two_servers["server 1"].state = None
+    clock = [0.0]
+
+    def waits(references, *, num_returns, timeout):
+        done, rest = FakeRay.wait(references, num_returns=num_returns, timeout=0)
+        if not done:
+            clock[0] += min(timeout, 0.7)
+            if clock[0] >= 0.7:
+                references[-1].value = ILLEGAL  # the second server stands
+        return done, rest
+
+    monkeypatch.setattr(processes, "ray", SimpleNamespace(get=FakeRay.get, wait=waits))
+    monkeypatch.setattr(processes.time, "monotonic", lambda: clock[0])
+    with pytest.raises(EnginesFailed, match=r"server 0 .*server 1 "), run.named_when_dead():
+        raise FROM_AWAY
+    assert clock[0] == 0.7
+
+
+def test_who_is_away_says_why():
+    away = AwayEngine("rollout server 0", ILLEGAL)
+    assert processes.why_away(SimpleNamespace(away=away)) == ILLEGAL
+    assert processes.why_away(SimpleNamespace(away=AwayEngine("rollout server 0"))) == ""
+    assert processes.why_away(SimpleNamespace(away=None)) is None
+    assert processes.why_away(object()) is None
 
 
 @pytest.mark.parametrize("state", [False, None], ids=["answers", "hangs"])

@@ -41,6 +41,8 @@ _RAY_PREFIX = re.compile(r"^\((?:[A-Za-z_][\w.<>]*) pid=\d+(?:, ip=[\d.]+)?\) ?"
 _EXCEPTION_LINE = re.compile(
     r"^(?:[A-Za-z_]\w*\.)*(?P<name>[A-Za-z_]\w*(?:Error|Exception|Exit|Interrupt|Died|Failure))(?:\([\w.]+\))?(?::|$)"
 )
+# Whatever its name is, where it stands below the lines of a traceback.
+_ANY_EXCEPTION = re.compile(r"^(?:[A-Za-z_]\w*\.)*(?P<name>[A-Z]\w*)(?:\([\w.]+\))?(?::|$)")
 _HYDRA_TAIL = "Set the environment variable HYDRA_FULL_ERROR=1"
 
 
@@ -304,7 +306,7 @@ def failure_cause(log: Path, max_lines: int = 12) -> tuple[str, ...]:
     lines = [_RAY_PREFIX.sub("", line).rstrip() for line in raw]
     while lines and (not lines[-1].strip() or lines[-1].startswith(_HYDRA_TAIL)):
         lines.pop()
-    found = [index for index, line in enumerate(lines) if _EXCEPTION_LINE.match(line) and not _is_wrapper(line)]
+    found = [index for index in range(len(lines)) if _exception_name(lines, index) and not _is_wrapper(lines[index])]
     # The driver's own error is the verdict, and repeats the worker's. What workers print has Ray's prefix, and may come
     # in later: ranks that lost their peer complain of it while the run ends.
     own = [index for index in found if not _RAY_PREFIX.match(raw[index])]
@@ -332,7 +334,22 @@ def failure_cause(log: Path, max_lines: int = 12) -> tuple[str, ...]:
 
 def exception_names(cause: Sequence[str]) -> list[str]:
     """Class names of the exceptions in the lines of a cause, without their modules, in order."""
-    return [match["name"] for line in cause if (match := _EXCEPTION_LINE.match(line))]
+    return [name for index in range(len(cause)) if (name := _exception_name(cause, index))]
+
+
+def _exception_name(lines: Sequence[str], index: int) -> str | None:
+    """Class name of the exception that this line is the message of."""
+    if match := _EXCEPTION_LINE.match(lines[index]):
+        return match["name"]
+    match = _ANY_EXCEPTION.match(lines[index])
+    if match is None:
+        return None
+    above = index - 1
+    while above >= 0 and lines[above].startswith(" "):
+        if lines[above].startswith('  File "'):
+            return match["name"]
+        above -= 1
+    return None
 
 
 def _is_wrapper(line: str) -> bool:

@@ -39,6 +39,7 @@ _KILLED = tuple(
 _GONE = frozenset(
     {
         "ProcessDied",  # verl_tim.training.processes
+        "ReplicaAwayError",  # verl_tim.rollout.away, where no trainer names the processes yet
         # ray.exceptions
         "ActorDiedError",
         "ActorUnavailableError",

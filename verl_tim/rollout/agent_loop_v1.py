@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import ray
@@ -49,7 +50,7 @@ class SeededWorkerV1(SeededResponses, CheckedRoutes, _PlainWorkerTQ):
         )
         try:
             return await super()._run_agent_loop(params, trajectory, **kwargs)
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:
             self._failures.append(_in_words(error))
             raise
 

@@ -17,19 +17,26 @@ class ReplicaAwayError(RuntimeError):
     """This server was started again, and has no weights before the trainer's next update: ask another."""
 
 
+class ReplicaFailedError(ReplicaAwayError):
+    """So it is, since its engine had failed; the message has the engine's error. Where no other server is left the run
+    would meet it again."""
+
+
 class AwayEngine:
     """The calls of :class:`verl_tim.engine.AsyncEngine` that a server makes before weights come.
 
     Args:
         who: the server, for messages.
+        engine_error: why the engine before this one failed, class and message; empty: its process was killed or lost.
     """
 
     weight_version = -1
     moe_layers: tuple[int, ...] = ()
     is_open = False
 
-    def __init__(self, who: str) -> None:
+    def __init__(self, who: str, engine_error: str = "") -> None:
         self._who = who
+        self.engine_error = engine_error
 
     async def pause(self) -> None:
         pass
@@ -76,8 +83,10 @@ class AwayEngine:
     def refuse(self) -> NoReturn:
         """
         Raises:
-            ReplicaAwayError: always.
+            ReplicaFailedError: the engine before this one had failed.
+            ReplicaAwayError: its process had ended otherwise.
         """
-        raise ReplicaAwayError(
-            f"{self._who} died and was started again; it has no weights before the trainer's next update"
-        )
+        again = "was started again; it has no weights before the trainer's next update"
+        if self.engine_error:
+            raise ReplicaFailedError(f"{self._who} ended with its engine and {again}. The engine: {self.engine_error}")
+        raise ReplicaAwayError(f"{self._who} died and {again}")

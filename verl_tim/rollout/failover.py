@@ -94,8 +94,7 @@ class FailoverClient(LLMServerClient):
     async def _bring_back(self, server_id: str, server: Any) -> None:
         try:
             await self._removal(server_id)
-            while not await _is_ready(server):
-                await asyncio.sleep(_POLL_SECONDS)
+            await _until_ready(server)
             await self._load_balancer.add_servers.remote(servers={server_id: server})
             logger.warning("rollout server %s answers requests again", server_id)
         except (RayActorError, ActorUnschedulableError) as error:
@@ -104,8 +103,9 @@ class FailoverClient(LLMServerClient):
             del self._absent[server_id]
 
 
-async def _is_ready(server: Any) -> bool:
-    try:
-        return await server.is_ready.remote()
-    except ActorUnavailableError:  # died once more
-        return False
+async def _until_ready(server: Any) -> None:
+    while True:
+        try:
+            return await server.until_ready.remote()
+        except ActorUnavailableError:  # died once more
+            await asyncio.sleep(_POLL_SECONDS)

@@ -42,6 +42,8 @@ REPORTED_COUNTERS = ("steps", "drawn_tokens", "preemptions", "chunk_cuts", "pref
 
 # A scrape waits so long for what the engine does. The Prometheus that verl sets up gives up after ten seconds.
 _STATS_SECONDS = 5.0
+# How often a server looks whether it is ready, while somebody waits for that.
+_LOOK_SECONDS = 0.01
 KEPT_FAILURES = 20
 """Messages of failed requests that are kept until the next report; all are counted. Nobody may ask for one."""
 
@@ -57,8 +59,8 @@ class EngineServer:
         name: rollout name, for messages.
         replica_rank: number of the replica.
         shared_memory: what `sleep` gives up, of "weights" and "kv_cache"; nothing where nobody else wants the memory.
-        away: this server takes the place of one that died. Its engine is made when the next weights come; until they
-            are in use it serves nothing (`ReplicaAwayError`).
+        away: this server takes the place of one that died, and this stands for its engine, which is made when the next
+            weights come; until they are in use it serves nothing (`ReplicaAwayError`).
     """
 
     def __init__(
@@ -68,7 +70,7 @@ class EngineServer:
         name: str,
         replica_rank: int,
         shared_memory: tuple[str, ...],
-        away: bool = False,
+        away: AwayEngine | None = None,
     ) -> None:
         if options.num_threads is not None:
             torch.set_num_threads(options.num_threads)
@@ -77,10 +79,10 @@ class EngineServer:
         self.replica_rank = replica_rank
         self._shared_memory = shared_memory if options.free_cache_engine else ()
         self.engine: AsyncEngine | AwayEngine
-        self._away = AwayEngine(f"rollout server {replica_rank}") if away else None
+        self._away = away
         self._coming_back = asyncio.Lock()
-        self._num_restarts = int(away)  # until the next report
-        self.engine = AsyncEngine(options.engine) if self._away is None else self._away
+        self._num_restarts = int(away is not None)  # until the next report
+        self.engine = AsyncEngine(options.engine) if away is None else away
         # verl may rename the weights' version without new weights (set_global_steps): engine version -> verl's
         self._renamed: dict[int, int] = {}
         self._update: _Update | None = None
@@ -200,13 +202,18 @@ class EngineServer:
         await self.engine.resume()
 
     @property
-    def away(self) -> bool:
-        """Whether this server was started again, and has no weights yet."""
-        return self._away is not None
+    def away(self) -> AwayEngine | None:
+        """What stands for the engine where this server was started again and has no weights yet; otherwise None."""
+        return self._away
 
     async def is_ready(self) -> bool:
         """Whether a request that comes now is served at once."""
         return self._away is None and self.engine.is_open
+
+    async def until_ready(self) -> None:
+        """Returns when it is. Who waits here hears of it before the step's requests are handed out."""
+        while not await self.is_ready():
+            await asyncio.sleep(_LOOK_SECONDS)
 
     # ------------------------------------------------------------------------------------------- weights and memory
 

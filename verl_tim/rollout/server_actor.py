@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import logging
 import os
 import sys
 import warnings
-from typing import Any
+from collections.abc import Awaitable
+from typing import Any, TypeVar
 
 import ray
 
 from verl_tim.engine import EngineDeadError
+from verl_tim.rollout import last_words
+from verl_tim.rollout.away import AwayEngine
 from verl_tim.rollout.options import RolloutOptions
 from verl_tim.rollout.server import EngineServer
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 EXIT_CODE = 70
 """Of a server that ends with its engine."""
@@ -23,16 +30,19 @@ EXIT_CODE = 70
 class ServerActor(EngineServer):
     """`EngineServer` in a process that Ray may start again (`RolloutOptions.max_restarts`).
 
-    Calls on memory, gate and weights that the old process did not answer are made again on the new one. Requests are
-    not: it has no weights, and their client knows other replicas (`failover`).
+    Where it may, a server whose engine has failed ends, whatever is asked of it next: no process that had an error of
+    its device can use it again. Calls on memory, gate and weights that the old process did not answer are made again on
+    the new one. Requests are not: it has no weights, and their client knows other replicas (`failover`).
     """
 
     def __init__(
         self, options: RolloutOptions, *, name: str, replica_rank: int, shared_memory: tuple[str, ...]
     ) -> None:
-        again = _was_started_again()
-        super().__init__(options, name=name, replica_rank=replica_rank, shared_memory=shared_memory, away=again)
-        if again:
+        away = None
+        if _was_started_again():
+            away = AwayEngine(f"rollout server {replica_rank}", last_words.take())
+        super().__init__(options, name=name, replica_rank=replica_rank, shared_memory=shared_memory, away=away)
+        if away is not None:
             logger.warning(
                 "rollout server %d died and was started again (pid %d); others answer its requests until the trainer's "
                 "next weights",
@@ -42,10 +52,13 @@ class ServerActor(EngineServer):
 
     @ray.method(max_task_retries=0)
     async def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """`EngineServer.generate`. Where Ray starts servers again, one whose engine has failed ends: no process that
-        had an error of its device can use it again."""
+        """`EngineServer.generate`. Defined here, for Ray reads a method's options from the innermost function."""
+        return await self._or_end(super().generate(*args, **kwargs))
+
+    async def _or_end(self, call: Awaitable[T]) -> T:
+        """The answer to a call; where the engine has failed and Ray starts servers again, the end of this process."""
         try:
-            return await super().generate(*args, **kwargs)
+            return await call
         except EngineDeadError as error:
             if not self.options.max_restarts:
                 raise
@@ -58,9 +71,25 @@ class ServerActor(EngineServer):
                 cause,
                 exc_info=cause,
             )
-            for stream in (sys.stdout, sys.stderr):
-                stream.flush()
-            os._exit(EXIT_CODE)
+            try:
+                last_words.leave(cause)
+            finally:
+                for stream in (sys.stdout, sys.stderr):
+                    stream.flush()
+                os._exit(EXIT_CODE)
+
+
+def _ending(method: Any) -> Any:
+    @functools.wraps(method)
+    async def asked(self: ServerActor, *args: Any, **kwargs: Any) -> Any:
+        return await self._or_end(method(self, *args, **kwargs))
+
+    return asked
+
+
+for _name, _method in inspect.getmembers(EngineServer, inspect.iscoroutinefunction):
+    if not _name.startswith("_") and _name not in vars(ServerActor):
+        setattr(ServerActor, _name, _ending(_method))
 
 
 def _was_started_again() -> bool:

@@ -7,6 +7,7 @@ an answer. What helps its owner is the process, its node and its number.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import socket
 import time
@@ -19,22 +20,52 @@ import ray
 from ray.exceptions import ActorUnschedulableError, RayActorError
 
 from verl_tim.diagnosis.manifest import Place
+from verl_tim.rollout import last_words
 
 logger = logging.getLogger(__name__)
 
 ANSWER_SECONDS = 10.0
 """How long processes that do not answer are waited for, to find those that are dead."""
+RESTART_SECONDS = 60.0
+"""How long servers are waited for that Ray is starting again, to hear what ended them."""
 _MORE_SECONDS = 1.0
+_SERVER = "server "
 _NO_MORE = (RayActorError, ActorUnschedulableError)
 """Ray's errors for an actor that is dead, or cannot be started again because its node is."""
 _AWAY = "it was started again, and has no weights yet"
 # Words of errors that a server without weights makes: its own, those of a request or call that met its end, and that of
 # verl's balancer when all are away. They come as text, too (`RolloutError`, Ray's errors of other processes).
-_FROM_AWAY = ("ReplicaAwayError", "ActorUnavailableError", "ActorDiedError", "No available servers in load balancer")
+_FROM_AWAY = (
+    "ReplicaAwayError",
+    "ReplicaFailedError",
+    "ActorUnavailableError",
+    "ActorDiedError",
+    "No available servers in load balancer",
+)
 
 
 class ProcessDied(RuntimeError):
     """A process of the run ended: killed, out of memory, or with its node. Names it and where it was."""
+
+
+class EnginesFailed(RuntimeError):
+    """Engines of rollout servers failed, and none is left that would answer. Names each with its error, which the run
+    would meet again: it is no failure of the infrastructure."""
+
+
+@dataclass(frozen=True)
+class _End:
+    """How a process ended.
+
+    Attributes:
+        said: by Ray, or by its successor.
+        engine_error: of the engine for whose failure it ended; empty where it was killed or lost.
+        away: its successor is of no use yet.
+    """
+
+    said: str
+    engine_error: str = ""
+    away: bool = False
 
 
 def trainer_name(rank: int) -> str:
@@ -42,7 +73,7 @@ def trainer_name(rank: int) -> str:
 
 
 def server_name(number: int) -> str:
-    return f"server {number}"
+    return f"{_SERVER}{number}"
 
 
 def servers_of(managers: Sequence[Any]) -> list[Any]:
@@ -61,9 +92,11 @@ def place_of_this_process(*_: Any) -> Place:
     )
 
 
-def is_away(actor: Any) -> bool:
-    """Runs in an actor of the run: whether it is a rollout server in the place of one that died, without weights."""
-    return getattr(actor, "away", False)
+def why_away(actor: Any) -> str | None:
+    """Runs in an actor of the run: of a rollout server in the place of one that died, without weights, its
+    predecessor's engine error (empty: it was killed or lost); None of every other."""
+    away = getattr(actor, "away", None)
+    return None if away is None else away.engine_error
 
 
 def worker_groups_of(trainer: Any) -> dict[str, Any]:
@@ -131,29 +164,35 @@ class RunProcesses:
         servers = {server_name(number): server for number, server in enumerate(servers_of(server_managers))}
         return cls({**workers, **servers})
 
-    def dead(self, seconds: float | None = None) -> dict[str, str]:
-        """Name -> what Ray says, of processes that are no more, or whose successors are of no use yet.
+    def _ended(self, *, servers_too: bool) -> dict[str, _End]:
+        """By name, processes that are no more, or whose successors are of no use yet.
 
         Args:
-            seconds: for those that do not answer at once (None: `ANSWER_SECONDS`); one that is alive may be in a
-                collective without its peer.
+            servers_too: wait for servers that Ray may be starting again; of other processes one that is alive may never
+                answer, being in a collective without its peer.
         """
-        waiting = {actor.__ray_call__.remote(is_away): name for name, actor in self._actors.items()}
-        dead: dict[str, str] = {}
-        deadline = time.monotonic() + (ANSWER_SECONDS if seconds is None else seconds)
-        while waiting and (left := deadline - time.monotonic()) > 0:
+        waiting = {actor.__ray_call__.remote(why_away): name for name, actor in self._actors.items()}
+        ended: dict[str, _End] = {}
+        began, end_by = time.monotonic(), math.inf
+        while waiting:
+            starting = servers_too and any(name.startswith(_SERVER) for name in waiting.values())
+            patience = RESTART_SECONDS if starting else ANSWER_SECONDS
+            left = min(began + patience, end_by) - time.monotonic()
+            if left <= 0:
+                break
             done, _ = ray.wait(list(waiting), num_returns=1, timeout=left)
             for reference in done:
                 name = waiting.pop(reference)
                 try:
-                    said = _AWAY if ray.get(reference) else None
+                    engine_error = ray.get(reference)
+                    end = None if engine_error is None else _End(_AWAY, engine_error, away=True)
                 except _NO_MORE as error:
-                    said = str(error)
-                if said is not None:
-                    dead[name] = said
-                    # a node takes several processes with it
-                    deadline = min(deadline, time.monotonic() + _MORE_SECONDS)
-        return dead
+                    end = _End(str(error), last_words.of(self._actors[name]))
+                if end is not None:
+                    ended[name] = end
+                    if not end.away:  # a node takes several processes with it
+                        end_by = min(end_by, time.monotonic() + _MORE_SECONDS)
+        return {name: ended[name] for name in self._actors if name in ended}
 
     @contextmanager
     def named_when_dead(self) -> Iterator[None]:
@@ -163,18 +202,25 @@ class RunProcesses:
         own, such as the gate's.
 
         Raises:
-            ProcessDied: from the error that showed it; names every process that is dead.
+            EnginesFailed: from the error that showed it; those that ended did so for their engines' errors.
+            ProcessDied: likewise; names every process that is dead.
         """
         try:
             yield
         except Exception as error:
-            dead = self.dead()
-            if set(dead.values()) == {_AWAY} and not _is_of_a_server_away(error):
+            of_away = _is_of_a_server_away(error)
+            ended = self._ended(servers_too=of_away)
+            if not ended or (not of_away and all(end.away for end in ended.values())):
                 raise
-            if not dead:
-                raise
-            who = "; ".join(f"{name} on {self.places[name]}" for name in dead)
-            raise ProcessDied(f"{who} died: {_reason(next(iter(dead.values())))}") from error
+            if all(end.engine_error for end in ended.values()):
+                said = "; ".join(f"{name} on {self.places[name]}: {end.engine_error}" for name, end in ended.items())
+                raise EnginesFailed(f"no rollout server is left that would answer; engines failed: {said}") from error
+            who = "; ".join(f"{name} on {self.places[name]}{_with_engine(end)}" for name, end in ended.items())
+            raise ProcessDied(f"{who} died: {_reason(next(iter(ended.values())).said)}") from error
+
+
+def _with_engine(end: _End) -> str:
+    return f" (its engine failed: {end.engine_error})" if end.engine_error else ""
 
 
 def _is_of_a_server_away(error: BaseException | None) -> bool:
