@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import os
 import signal
+import urllib.request
 
 import pytest
 import ray
@@ -110,6 +111,15 @@ async def drawn(client):
     return [(output.token_ids, output.log_probs, output.extra_fields["global_steps"]) for output in outputs]
 
 
+def scraped_version(host):
+    """The weights' version, as a Prometheus reads it of server 1."""
+    with urllib.request.urlopen(f"http://{host}/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    (line,) = [line for line in lines if line.startswith("verl_tim_weight_version{")]
+    assert 'model_name="a-model",replica="1"' in line
+    return float(line.split()[-1])
+
+
 def kill(_server):
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -136,6 +146,8 @@ async def test_its_requests_are_answered_and_it_rejoins_with_the_next_weights(se
     assert {version for *_, version in whole} == {1}
     first = await servers[1].report.remote()
     assert first["counters"]["restarts"] == 0
+    metrics = await servers[1].serve_metrics.remote("127.0.0.1", "a-model")
+    assert await asyncio.to_thread(scraped_version, metrics) == 1
 
     under_way = asyncio.ensure_future(drawn(client))
     while (await servers[1].stats.remote())["num_running"] == 0 and not under_way.done():
@@ -155,6 +167,7 @@ async def test_its_requests_are_answered_and_it_rejoins_with_the_next_weights(se
     again = await drawn(client)
     assert [answer[:2] for answer in again] == [answer[:2] for answer in whole]
     assert {version for *_, version in again} == {2}
+    assert await asyncio.to_thread(scraped_version, metrics) == 2, "at the same address"
     while client._absent:
         await asyncio.sleep(0.01)
     assert sorted(await client._load_balancer.get_all_servers.remote()) == ["s0", "s1"]

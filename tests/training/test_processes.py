@@ -13,6 +13,7 @@ from verl_tim.diagnosis.manifest import Place
 from verl_tim.launch.process import Outcome
 from verl_tim.launch.restarts import is_infrastructure
 from verl_tim.rollout.away import AwayEngine, ReplicaAwayError
+from verl_tim.rollout.successor import ENGINE_ERROR
 from verl_tim.training import processes
 from verl_tim.training.processes import EnginesFailed, ProcessDied, RunProcesses
 
@@ -38,7 +39,7 @@ class Actor:
         self.__ray_call__ = SimpleNamespace(
             remote=lambda function, *args: Reference(self.state if function is processes.why_away else place)
         )
-        self.last_words = ""
+        self.left = {ENGINE_ERROR: ""}
 
 
 class FakeRay:
@@ -64,7 +65,7 @@ def actors(monkeypatch):
     monkeypatch.setattr(processes, "ANSWER_SECONDS", 0.2)
     monkeypatch.setattr(processes, "RESTART_SECONDS", 1.0)
     monkeypatch.setattr(processes, "_MORE_SECONDS", 0.05)
-    monkeypatch.setattr(processes.last_words, "of", lambda actor: actor.last_words)
+    monkeypatch.setattr(processes.successor, "left", lambda what, actor: actor.left[what])
     return {name: Actor(number) for number, name in enumerate(("actor 0", "actor 1", "server 0"))}
 
 
@@ -141,7 +142,8 @@ def two_servers(actors):
 
 
 def ended_for_its_engine(actor, *, for_good=False):
-    actor.state, actor.last_words = (died(), ILLEGAL) if for_good else (ILLEGAL, "")
+    actor.state = died() if for_good else ILLEGAL
+    actor.left[ENGINE_ERROR] = ILLEGAL if for_good else ""
 
 
 @pytest.mark.parametrize("for_good", [False, True], ids=["was started again", "all restarts are used up"])

@@ -85,13 +85,17 @@ class EngineCollector(Collector):
         return iter(())
 
 
-def serve(collector: EngineCollector, address: str) -> int:
-    """Answer scrapes in a thread of this process; the port, one that is free.
+def serve(collector: EngineCollector, address: str, port: int = 0) -> int:
+    """Answer scrapes in a thread of this process; the port.
 
     Args:
         address: at which to listen.
+        port: 0: one that is free.
+
+    Raises:
+        OSError: somebody else has the port.
     """
     registry = CollectorRegistry(auto_describe=False)
     registry.register(collector)
-    server, _ = start_http_server(0, addr=address, registry=registry)
+    server, _ = start_http_server(port, addr=address, registry=registry)
     return server.server_port

@@ -51,6 +51,21 @@ KEPT_FAILURES = 20
 _STOP_REASONS = {"stop": "completed", "length": "completed", "abort": "aborted"}
 
 
+@dataclasses.dataclass(frozen=True)
+class MetricsAddress:
+    """Where a server serves its metrics.
+
+    Attributes:
+        address: of its node.
+        port: 0 until it has one.
+        model_name: as `EngineServer.serve_metrics` takes it.
+    """
+
+    address: str
+    port: int
+    model_name: str | None
+
+
 class EngineServer:
     """The calls of verl 0.9.1's replica interface, on one engine.
 
@@ -61,6 +76,7 @@ class EngineServer:
         shared_memory: what `sleep` gives up, of "weights" and "kv_cache"; nothing where nobody else wants the memory.
         away: this server takes the place of one that died, and this stands for its engine, which is made when the next
             weights come; until they are in use it serves nothing (`ReplicaAwayError`).
+        metrics: that the one that died served; they are served there again as soon as there is an engine.
     """
 
     def __init__(
@@ -71,6 +87,7 @@ class EngineServer:
         replica_rank: int,
         shared_memory: tuple[str, ...],
         away: AwayEngine | None = None,
+        metrics: MetricsAddress | None = None,
     ) -> None:
         if options.num_threads is not None:
             torch.set_num_threads(options.num_threads)
@@ -80,6 +97,7 @@ class EngineServer:
         self._shared_memory = shared_memory if options.free_cache_engine else ()
         self.engine: AsyncEngine | AwayEngine
         self._away = away
+        self.metrics = metrics
         self._coming_back = asyncio.Lock()
         self._num_restarts = int(away is not None)  # until the next report
         self.engine = AsyncEngine(options.engine) if away is None else away
@@ -304,6 +322,8 @@ class EngineServer:
                 await engine.sleep(("kv_cache",))
             self.engine, self._renamed, self._reported = engine, {}, EngineStats()
             logger.warning("rollout server %d has an engine again, and takes weights", self.replica_rank)
+            if self.metrics is not None:
+                self._serve_again(self.metrics)
             return engine
 
     async def _check_pairing(self, trainer: Card) -> None:
@@ -471,6 +491,10 @@ class EngineServer:
             address: of this node, at which to listen.
             model_name: a label of every metric; None: the name of the model's folder.
         """
+        self.metrics = self._serve(MetricsAddress(address, 0, model_name))
+        return f"[{address}]:{self.metrics.port}" if ":" in address else f"{address}:{self.metrics.port}"
+
+    def _serve(self, metrics: MetricsAddress) -> MetricsAddress:
         loop = asyncio.get_running_loop()
 
         def stats() -> EngineStats | None:
@@ -484,10 +508,19 @@ class EngineServer:
         labels = {
             "rollout": self.name,
             "replica": str(self.replica_rank),
-            "model_name": model_name or Path(self.options.engine.model_path).name,
+            "model_name": metrics.model_name or Path(self.options.engine.model_path).name,
         }
-        port = serve(EngineCollector(stats, lambda: self.global_steps, labels), address)
-        return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+        port = serve(EngineCollector(stats, lambda: self.global_steps, labels), metrics.address, metrics.port)
+        return dataclasses.replace(metrics, port=port)
+
+    def _serve_again(self, metrics: MetricsAddress) -> None:
+        try:
+            self._serve(metrics)
+        except OSError as error:  # no reason to end the run
+            logger.warning(
+                "rollout server %d serves no metrics any more: %s, port %d: %s",
+                self.replica_rank, metrics.address, metrics.port, error,
+            )  # fmt: skip
 
     async def weight_checksum(self) -> str:
         """Checksum over all weights in use."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
+import json
 import logging
 import os
 import sys
@@ -14,10 +16,10 @@ from typing import Any, TypeVar
 import ray
 
 from verl_tim.engine import EngineDeadError
-from verl_tim.rollout import last_words
+from verl_tim.rollout import successor
 from verl_tim.rollout.away import AwayEngine
 from verl_tim.rollout.options import RolloutOptions
-from verl_tim.rollout.server import EngineServer
+from verl_tim.rollout.server import EngineServer, MetricsAddress
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +27,8 @@ T = TypeVar("T")
 
 EXIT_CODE = 70
 """Of a server that ends with its engine."""
+_CHARACTERS = 2000
+"""Of an engine's error, so many are left."""
 
 
 class ServerActor(EngineServer):
@@ -38,10 +42,15 @@ class ServerActor(EngineServer):
     def __init__(
         self, options: RolloutOptions, *, name: str, replica_rank: int, shared_memory: tuple[str, ...]
     ) -> None:
-        away = None
+        away, metrics = None, None
         if _was_started_again():
-            away = AwayEngine(f"rollout server {replica_rank}", last_words.take())
-        super().__init__(options, name=name, replica_rank=replica_rank, shared_memory=shared_memory, away=away)
+            away = AwayEngine(f"rollout server {replica_rank}", successor.left(successor.ENGINE_ERROR))
+            successor.forget(successor.ENGINE_ERROR)
+            if address := successor.left(successor.METRICS):
+                metrics = MetricsAddress(**json.loads(address))
+        super().__init__(
+            options, name=name, replica_rank=replica_rank, shared_memory=shared_memory, away=away, metrics=metrics
+        )
         if away is not None:
             logger.warning(
                 "rollout server %d died and was started again (pid %d); others answer its requests until the trainer's "
@@ -54,6 +63,13 @@ class ServerActor(EngineServer):
     async def generate(self, *args: Any, **kwargs: Any) -> Any:
         """`EngineServer.generate`. Defined here, for Ray reads a method's options from the innermost function."""
         return await self._or_end(super().generate(*args, **kwargs))
+
+    async def serve_metrics(self, address: str, model_name: str | None) -> str:
+        """`EngineServer.serve_metrics`, and where: one that is started again serves them there."""
+        host = await self._or_end(super().serve_metrics(address, model_name))
+        assert self.metrics is not None
+        successor.leave(successor.METRICS, json.dumps(dataclasses.asdict(self.metrics)))
+        return host
 
     async def _or_end(self, call: Awaitable[T]) -> T:
         """The answer to a call; where the engine has failed and Ray starts servers again, the end of this process."""
@@ -72,7 +88,8 @@ class ServerActor(EngineServer):
                 exc_info=cause,
             )
             try:
-                last_words.leave(cause)
+                words = " ".join(f"{type(cause).__name__}: {cause}".split())  # in one line
+                successor.leave(successor.ENGINE_ERROR, words[:_CHARACTERS])
             finally:
                 for stream in (sys.stdout, sys.stderr):
                     stream.flush()

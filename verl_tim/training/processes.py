@@ -20,7 +20,7 @@ import ray
 from ray.exceptions import ActorUnschedulableError, RayActorError
 
 from verl_tim.diagnosis.manifest import Place
-from verl_tim.rollout import last_words
+from verl_tim.rollout import successor
 
 logger = logging.getLogger(__name__)
 
@@ -187,7 +187,7 @@ class RunProcesses:
                     engine_error = ray.get(reference)
                     end = None if engine_error is None else _End(_AWAY, engine_error, away=True)
                 except _NO_MORE as error:
-                    end = _End(str(error), last_words.of(self._actors[name]))
+                    end = _End(str(error), successor.left(successor.ENGINE_ERROR, self._actors[name]))
                 if end is not None:
                     ended[name] = end
                     if not end.away:  # a node takes several processes with it
