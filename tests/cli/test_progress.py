@@ -1,6 +1,7 @@
 """A command that works for minutes shows it: a bar on a terminal, lines in a log file."""
 
 import io
+import re
 
 import pytest
 from rich.console import Console
@@ -8,8 +9,9 @@ from typer.testing import CliRunner
 
 from verl_tim.cli import app
 from verl_tim.commands import progress, verify
-from verl_tim.commands.progress import Work
+from verl_tim.commands.progress import RunProgress, Work
 from verl_tim.diagnosis.gate import GateError, Rung, ScenarioResult
+from verl_tim.launch.process import Step
 
 runner = CliRunner()
 
@@ -50,6 +52,18 @@ def test_a_bar_and_no_lines_on_a_terminal(monkeypatch):
     assert "label: first" in shown.getvalue()
     assert "1/3" in shown.getvalue()
     assert "passed" not in shown.getvalue()
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_server_that_died_meanwhile_is_told_of(terminal):
+    shown = io.StringIO()
+    console = Console(file=shown, force_terminal=terminal, width=100)
+    with RunProgress(console, "run", 3) as steps:
+        for number, restarts in ((1, 0.0), (2, 1.0), (3, 0.0)):
+            steps.on_step(Step(number, {"critic/score/mean": 0.5, "tim/rollout_restarts": restarts}))
+    said = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.getvalue())
+    assert said.count("a rollout server died and was started again (1 in this step)") == 1
+    assert "step 2: a rollout server died" in said
 
 
 def test_a_ladder_has_a_line_per_scenario_as_it_ends(capsys):

@@ -699,6 +699,16 @@ CASES = [
     Case("start.values", f"{ROLLOUT}.temperature", {f"{ROLLOUT}.temperature": 0}),
     Case("start.correction", f"{CORRECTION_KEY}.rollout_is", {f"{CORRECTION_KEY}.rollout_is": "word"}),
     Case("start.run-folder", "tim.run_dir", {"tim.run_dir": __file__}, base="vexact"),
+    Case(
+        "start.prometheus",
+        f"{ROLLOUT}.prometheus.file",
+        {
+            "actor_rollout_ref.rollout.prometheus.enable": True,
+            "actor_rollout_ref.rollout.disable_log_stats": False,
+            "actor_rollout_ref.rollout.prometheus.file": __file__,
+        },
+        base="vexact",
+    ),
     Case("start.folders", "tim.cache_dir", {"tim.cache_dir": "/proc/cache"}, base="vexact"),
     Case(
         "start.to-be-made",

@@ -8,7 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from verl_tim.launch import prepare
-from verl_tim.launch.checks import data, keys, machine, model, verl_config
+from verl_tim.launch.checks import data, keys, machine, model, prometheus, verl_config
 from verl_tim.launch.errors import LaunchError
 from verl_tim.launch.run_folder import check_free, claim
 from verl_tim.launch.start import composed, make_ready
@@ -34,6 +34,52 @@ def test_a_good_config_has_no_finding(config_of):
         assert list(check(config)) == []
     for check in (data.check_files, data.check_lengths, verl_config.check_verl_tim, verl_config.check_verl):
         assert list(check(config)) == []
+
+
+# --------------------------------------------------------------------------------------------------------- prometheus
+
+
+def of_prometheus(config_of, file, *, enable=True):
+    prefix = "actor_rollout_ref.rollout"
+    return config_of(
+        f"{prefix}.prometheus.enable={enable}", f"{prefix}.disable_log_stats=false", f"{prefix}.prometheus.file={file}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("scrape_configs: [{job_name: node}]", "which has the job node"),
+        ("rule_files: [alerts.yml]\nscrape_configs: [{job_name: ray}]", "which has rule_files"),
+        ("- a list", "which has other content"),
+        ("global: [", "cannot be read"),
+    ],
+)
+def test_prometheus_settings_that_verl_would_replace_are_kept(config_of, tmp_path, text, named):
+    file = tmp_path / "prometheus.yml"
+    file.write_text(text)
+    finding = only(prometheus.check(of_prometheus(config_of, file)))
+    assert finding.key == "actor_rollout_ref.rollout.prometheus.file"
+    assert named in finding.problem
+    assert not list(prometheus.check(of_prometheus(config_of, file, enable=False)))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        None,
+        "",
+        # what verl wrote for an earlier run, and Ray's own
+        "global: {scrape_interval: 10s}\nscrape_configs: [{job_name: ray}, {job_name: rollout, static_configs: []}]",
+        "global: {scrape_interval: 10s}\nscrape_configs: [{job_name: ray}]",
+    ],
+    ids=["none", "empty", "verl's", "ray's"],
+)
+def test_prometheus_settings_of_nobody_else_are_verls_to_write(config_of, tmp_path, text):
+    file = tmp_path / "prometheus.yml"
+    if text is not None:
+        file.write_text(text)
+    assert not list(prometheus.check(of_prometheus(config_of, file)))
 
 
 # ---------------------------------------------------------------------------------------------------------- overrides

@@ -8,7 +8,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from verl_tim.commands.headline import REWARD, STEP_TIME, mismatch_of, number, validation_of
+from verl_tim.commands.headline import RESTARTS, REWARD, STEP_TIME, mismatch_of, number, validation_of
 from verl_tim.commands.output import stderr
 from verl_tim.launch.process import Step
 
@@ -66,6 +66,12 @@ class RunProgress:
             parts.append(f"validation {number(self._validation)}")
         state = ", ".join(parts)
         self._live.update(self._task, completed=step.number, state=state)
+        if restarts := step.metrics.get(RESTARTS):
+            self._console.print(
+                f"{self._label}: step {step.number}: a rollout server died and was started again "
+                f"({restarts:.0f} in this step); train.log says why",
+                soft_wrap=True,
+            )
         if not self._console.is_terminal:
             self._console.print(f"{self._label}: step {step.number}/{self._total or '?'}  {state}", soft_wrap=True)
 

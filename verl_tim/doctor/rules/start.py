@@ -22,6 +22,7 @@ _KEYS = {
     "cluster": ("tim.launch",),
     "run folder": ("tim.run_dir",),
     "folders": ("tim.run_dir", "tim.cache_dir", "trainer.default_local_dir"),
+    "prometheus": (f"{ROLLOUT}.prometheus.enable", f"{ROLLOUT}.prometheus.file"),
     "to be made": ("tim.task", "tim.model"),
     "machine": ("trainer.n_gpus_per_node", f"{ROLLOUT}.name"),
     "packages": (f"{ROLLOUT}.name", "trainer.use_v1", "trainer.logger", "reward.custom_reward_function.path"),

@@ -11,7 +11,19 @@ from dataclasses import dataclass
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl_tim.launch.checks import cluster, correction, data, keys, machine, made, model, reward, values, verl_config
+from verl_tim.launch.checks import (
+    cluster,
+    correction,
+    data,
+    keys,
+    machine,
+    made,
+    model,
+    prometheus,
+    reward,
+    values,
+    verl_config,
+)
 from verl_tim.launch.errors import Finding
 from verl_tim.launch.run_folder import check_free
 
@@ -42,6 +54,7 @@ CHECKS: tuple[Check, ...] = (
     Check("cluster", "settings of tim.launch", cluster.check, of_tim=True),
     Check("run folder", "tim.run_dir is free", check_free, of_tim=True),
     Check("folders", "run folder and cache can be written to", made.check_places, of_tim=True, of_machine=True),
+    Check("prometheus", "the settings that verl writes replace nobody's own", prometheus.check, of_machine=True),
     Check("to be made", "settings of tim.task and tim.model", made.check_settings, of_tim=True),
     Check("machine", "GPUs where the config asks for them", machine.check, of_machine=True),
     Check("packages", "what rollout and trackers import", machine.check_packages, of_machine=True),
