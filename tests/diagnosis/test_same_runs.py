@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from verl_tim.cli import app
 from verl_tim.diagnosis.metric_log import RunFolderError
-from verl_tim.diagnosis.run_folder import METRICS_NAME, SAMPLES_NAME
+from verl_tim.diagnosis.run_folder import CONFIG_NAME, METRICS_NAME, SAMPLES_NAME
 from verl_tim.diagnosis.same import RESTARTS, left_out, same_runs
 from verl_tim.diagnosis.token_dump import DumpedSequence, write_step
 
@@ -82,10 +82,19 @@ def test_copies_are_equal_and_everything_in_them_was_compared(pair):
     answer = same_runs(*pair)
     assert answer.equal
     assert answer.first is None
-    assert [one.name for one in answer.sections] == ["samples", "tokens", "dumps", "checkpoints", "metrics"]
-    assert all(one.compared > 0 and not one.note for one in answer.sections)
-    # the weights: 12 elements; the optimiser: 2 + 1 + lr; the generators
-    assert section(answer, "checkpoints").compared > 12 + 3 + 1 + 5056
+    assert [one.name for one in answer.sections] == [
+        "samples",
+        "tokens",
+        "dumps",
+        "checkpoints",
+        "generators",
+        "metrics",
+    ]
+    assert all(one.compared > 0 for one in answer.sections)
+    assert [one.name for one in answer.sections if one.note] == ["generators"]
+    # of two steps: the weights' 12 elements, the optimiser's 2 + 1 + lr
+    assert section(answer, "checkpoints").compared >= 12 + 3 + 1
+    assert section(answer, "generators").compared > 5056
     # names and places of a run are no differences of its config
     assert answer.config == ()
 
@@ -193,6 +202,27 @@ def test_one_weight_of_a_checkpoint_is_found_with_its_place(pair):
     assert where == "checkpoints"
     assert found.name == "actor/model_world_size_1_rank_0.pt: layer.weight[2, 1]"
     assert section(answer, "checkpoints").differing == 1
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_generators_that_nobody_seeded_are_counted_apart(pair, asked):
+    file = pair[1] / "checkpoints" / "global_step_2" / "actor" / "extra_state_world_size_1_rank_0.pt"
+    state = torch.load(file, weights_only=False)
+    state["rng"]["cpu"][0] ^= 1
+    torch.save(state, file)
+    for run in pair:
+        config = yaml.safe_load((run / CONFIG_NAME).read_text())
+        config.setdefault("tim", {})["deterministic"] = asked
+        (run / CONFIG_NAME).write_text(yaml.safe_dump(config))
+    answer = same_runs(*pair)
+    assert (section(answer, "checkpoints").differing, section(answer, "generators").differing) == (0, 1)
+    assert section(answer, "generators").decides == asked
+    assert answer.equal == (not asked)
+    assert answer.first[0] == "generators"
+    checkpoint(pair[1], 2, nudge=1.0)
+    torch.save(state, file)
+    assert same_runs(*pair).first[0] == "checkpoints"
+    assert not same_runs(*pair).equal
 
 
 def test_a_number_of_the_optimiser_and_a_missing_file_are_differences(pair):

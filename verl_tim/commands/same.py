@@ -17,7 +17,7 @@ HELP = (
     "Are two runs equal bit for bit? Compares samples, token and batch dumps, metrics and checkpoints of two run "
     "folders, and names the first step and value that differs.\n\n"
     "Exit code 0: equal; 1: they differ; 2: they cannot be compared. Times, memory and the rollout's schedule are left "
-    "out; differences of config and machine are listed and decide nothing."
+    "out; differences of config and machine, and of generators that nobody seeded, are listed and decide nothing."
 )
 NEEDS_ARGUMENTS = True
 
@@ -41,7 +41,9 @@ def command(
         try:
             answer = same_runs(first, second)
         except (RunFolderError, ManifestError, TokenDumpError) as error:
-            raise LaunchError.of("RUN", str(error), "give two folders of runs whose files are whole") from error
+            raise LaunchError.of(
+                "RUN", str(error), "give the folders of two runs, as tim.run_dir named them"
+            ) from error
     if as_json:
         print_json(answer.to_dict())
     else:
@@ -63,9 +65,10 @@ def _print(answer: Sameness) -> None:
         )
         for section in answer.sections
     ]
-    title = "Every bit that was compared is equal" if answer.equal else "The runs differ"
+    all_of_it = "Every bit that was compared is equal" if answer.first is None else "Every bit that decides is equal"
+    title = all_of_it if answer.equal else "The runs differ"
     table(title, ("", "compared", "differing"), rows)
-    if answer.first is not None:
+    if answer.first is not None and not answer.equal:
         section, found = answer.first
         values = " and ".join("nothing" if value is None else value for value in (found.first, found.second))
         stdout().print(f"first: step {found.step}, {section}, {found.name}: {values}", soft_wrap=True, markup=False)

@@ -5,7 +5,9 @@ What they were told and where they ran (config, manifest) explains a difference 
 held against each other that are meant to agree though their settings differ: another number of nodes, a resumed run.
 
 Left out, by name: what a clock or the machine's memory says (`CLOCK_METRICS`), how requests happened to fall into the
-steps of the rollout engine (`SCHEDULE_METRICS`), and the names that verl draws at random for prompts (uid).
+steps of the rollout engine (`SCHEDULE_METRICS`), and the names that verl draws at random for prompts (uid). The states
+of a worker's random generators are counted apart, and decide only where both runs asked for `tim.deterministic`: verl
+seeds no worker, so they differ between any two other runs.
 """
 
 from __future__ import annotations
@@ -64,12 +66,13 @@ class Section:
     """One kind of results.
 
     Attributes:
-        name: "samples", "tokens", "dumps", "metrics" or "checkpoints".
+        name: "samples", "tokens", "dumps", "checkpoints", "generators" (of checkpoints) or "metrics".
         unit: what `compared` counts.
         compared: values that both runs have and that were compared.
         differing: those that differ or that one run lacks.
         first: the first of them, in the order of the steps.
-        note: why nothing (or not everything) was compared.
+        note: why nothing (or not everything) was compared, or decides nothing.
+        decides: whether a difference makes the runs differ.
     """
 
     name: str
@@ -78,6 +81,7 @@ class Section:
     differing: int = 0
     first: Finding | None = None
     note: str = ""
+    decides: bool = True
 
 
 @dataclass(frozen=True)
@@ -99,13 +103,18 @@ class Sameness:
 
     @property
     def equal(self) -> bool:
-        return not any(section.differing for section in self.sections)
+        return not any(section.differing for section in self.sections if section.decides)
 
     @property
     def first(self) -> tuple[str, Finding] | None:
-        """Section and value that differ first: of the earliest step, and in it what is computed first."""
-        found = [(section.name, section.first) for section in self.sections if section.first is not None]
-        return min(found, key=lambda one: one[1].step, default=None)
+        """Section and value that differ first: of the earliest step, and in it what is computed first. Of sections that
+        decide nothing only where the others are equal."""
+        for decides in (True, False):
+            chosen = [section for section in self.sections if section.decides == decides]
+            found = [(section.name, section.first) for section in chosen if section.first is not None]
+            if found:
+                return min(found, key=lambda one: one[1].step)
+        return None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -176,8 +185,8 @@ class Tally:
             first, second = values
             self._first = Finding(step, name, first, second)
 
-    def section(self, note: str = "") -> Section:
-        return Section(self._name, self._unit, self._compared, self._differing, self._first, note)
+    def section(self, note: str = "", *, decides: bool = True) -> Section:
+        return Section(self._name, self._unit, self._compared, self._differing, self._first, note, decides)
 
 
 def compare_metrics(first: MetricLog, second: MetricLog) -> Section:
@@ -279,13 +288,21 @@ def _tensors(first: RunFolder, second: RunFolder) -> Iterator[Section]:
     from verl_tim.diagnosis.same_tensors import checkpoint_files, compare_files, dump_files
 
     for name, title, files in (("dumps", "batch dumps", dump_files), ("checkpoints", "checkpoints", checkpoint_files)):
-        tally = Tally(name, "values")
+        tally, generators = Tally(name, "values"), Tally("generators", "values")
         found = [files(run) for run in (first, second)]
         note = _one_sided(tally, title, (first, second), found)
         if not note:
             for step, file in _common_files(tally, *found):
-                compare_files(tally, step, file, found[0][step][file], found[1][step][file])
+                compare_files(tally, generators, step, file, found[0][step][file], found[1][step][file])
         yield tally.section(note)
+        if name == "checkpoints":
+            yield _generators(generators, note, first, second)
+
+
+def _generators(tally: Tally, note: str, *runs: RunFolder) -> Section:
+    if note or all(flatten(run.config() or {}).get("tim.deterministic") for run in runs):
+        return tally.section(note)
+    return tally.section("of the workers, which verl does not seed; nothing here decides", decides=False)
 
 
 def _common_files(

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 _STEP = re.compile(r"global_step_(\d+)")
 _DUMP = re.compile(r"(?:step|update)_(\d+)(?:_part\d+)?\.pt")
 _TENSORS = (".pt", ".safetensors")
+# What verl keeps of a rank's random generators (utils/checkpoint/checkpoint_manager.py: get_rng_state).
+_GENERATORS = re.compile(r"rng\b")
+_EXTRA_STATE = "extra_state"
 # of a batch dump: row names that hold verl's random uids
 _RANDOM_NAMES = frozenset({"keys"})
 
@@ -60,8 +63,11 @@ def dump_files(run: RunFolder) -> dict[int, dict[str, Path]]:
     return found
 
 
-def compare_files(tally: Tally, step: int, name: str, first: Path, second: Path) -> None:
-    """Count the values of two files of one name and tell `tally` of each leaf that differs.
+def compare_files(weights: Tally, generators: Tally, step: int, name: str, first: Path, second: Path) -> None:
+    """Count the values of two files of one name and tell of each leaf that differs.
+
+    Args:
+        generators: is told of the states of random generators, `weights` of everything else.
 
     Raises:
         RunFolderError: a file cannot be read.
@@ -69,6 +75,8 @@ def compare_files(tally: Tally, step: int, name: str, first: Path, second: Path)
     leaves = [dict(_leaves(_read(path))) for path in (first, second)]
     for key in dict.fromkeys([*leaves[0], *leaves[1]]):
         where = f"{name}: {key}"
+        extra = Path(name).name.startswith(_EXTRA_STATE)
+        tally = generators if extra and _GENERATORS.match(key) else weights
         if key not in leaves[0] or key not in leaves[1]:
             tally.differs(step, where, ["there" if key in side else None for side in leaves])
             continue
