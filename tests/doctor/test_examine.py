@@ -131,7 +131,7 @@ def test_exit_codes_and_json(plain_file, tmp_path):
 
 def test_text_names_rule_key_reason_and_remedy(plain_file):
     result = run("--no-machine", str(plain_file), f"{MODEL}.use_liger=true")
-    said = " ".join(result.stderr.split())
+    said = " ".join(result.stdout.split())
     assert result.exit_code == 1
     for words in (f"{MODEL}.use_liger: it is True", "exact.liger (error, breaks exactness)", "-> Set it to false"):
         assert words in said

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from verl_tim.commands.output import bad_input, print_json, stderr, stdout, table
+from verl_tim.commands.output import bad_input, print_json, stdout, table
 
 if TYPE_CHECKING:
     from verl_tim.doctor.examine import Report
@@ -82,7 +82,7 @@ def _show(source: Source, result: Report, correction: str) -> None:
     table(f"Start-up checks of {source.name}", ("check", "looks at", "state"), rows)
     if correction:
         stdout().print(correction, markup=False, soft_wrap=True)
-    console = stderr()
+    console = stdout()  # what was found is the result: `doctor FILE > log` keeps it
     for one in result.violations:
         head = f"{one.level.value}, {one.severity.value}" if one.level.value != "note" else "note"
         console.print(Text.assemble((f"{one.key}: ", f"bold {_COLOURS[one.level.value]}"), one.problem), soft_wrap=True)
