@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from verl_tim.rollout import vllm_death
-from verl_tim.rollout.vllm_death import EXIT_CODE, EngineEnded, end_with_the_engine, killed
+from verl_tim.rollout.end import EXIT_CODE
+from verl_tim.rollout.vllm_death import EngineEnded, end_with_the_engine, killed
 
 
 class DeadError(Exception):

@@ -16,8 +16,6 @@ COMPARED_MISMATCH, UNCOMPARED = "tim/compared_delta_abs_max", "tim/uncompared_to
 # Where no gate looks: of the tokens that the trainer's own weights drew; logged where others are of older ones.
 FRESH_MISMATCH, OLDEST = "tim/delta_abs_max_at_lag_0", "tim/staleness_max"
 STEP_TIME = "timing_s/step"
-# Rollout servers that died in a step, and were started again.
-RESTARTS = "tim/rollout_restarts"
 _VALIDATION_PREFIX = "val-core/"
 
 

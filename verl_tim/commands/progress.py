@@ -8,8 +8,9 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from verl_tim.commands.headline import RESTARTS, REWARD, STEP_TIME, mismatch_of, number, validation_of
+from verl_tim.commands.headline import REWARD, STEP_TIME, mismatch_of, number, validation_of
 from verl_tim.commands.output import stderr
+from verl_tim.diagnosis.metric_log import RESTARTS
 from verl_tim.launch.process import Step
 
 # Between two lines of small things where there is no terminal.

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+RESTARTS = "tim/rollout_restarts"
+"""Rollout servers that died in a step, and were started again."""
 MAX_STEP = 2**31 - 1  # a dump's column `step` is int32
 
 

@@ -25,14 +25,13 @@ import pyarrow as pa
 from verl_tim.diagnosis import token_dump
 from verl_tim.diagnosis.config_diff import diff_configs
 from verl_tim.diagnosis.manifest import Difference, Manifest, diff, differing_keys, flatten
-from verl_tim.diagnosis.metric_log import MetricLog, RunFolderError
+from verl_tim.diagnosis.metric_log import RESTARTS, MetricLog, RunFolderError
 from verl_tim.diagnosis.run_folder import METRICS_NAME, RunFolder, Sample, read_jsonl_metrics
 
 CLOCK_METRICS = re.compile(
     r"timing_s/.* | timing_per_token_ms/.* | (.*/)?perf/(?!total_num_tokens$).* | .*_seconds", re.VERBOSE
 )
 """Times, throughput and memory."""
-RESTARTS = "tim/rollout_restarts"
 SCHEDULE_METRICS = re.compile(
     rf"tim/rollout_(steps|preemptions|chunk_cuts|prefix_hit_tokens|max_.*|tokens_per_second)|{RESTARTS}"
 )
@@ -287,16 +286,19 @@ def _tensors(first: RunFolder, second: RunFolder) -> Iterator[Section]:
     # torch is a second and more to import
     from verl_tim.diagnosis.same_tensors import checkpoint_files, compare_files, dump_files
 
-    for name, title, files in (("dumps", "batch dumps", dump_files), ("checkpoints", "checkpoints", checkpoint_files)):
-        tally, generators = Tally(name, "values"), Tally("generators", "values")
+    def compare(title: str, files: Callable[[RunFolder], dict[int, dict[str, Path]]], *tallies: Tally) -> str:
         found = [files(run) for run in (first, second)]
-        note = _one_sided(tally, title, (first, second), found)
+        note = _one_sided(tallies[0], title, (first, second), found)
         if not note:
-            for step, file in _common_files(tally, *found):
-                compare_files(tally, generators, step, file, found[0][step][file], found[1][step][file])
-        yield tally.section(note)
-        if name == "checkpoints":
-            yield _generators(generators, note, first, second)
+            for step, file in _common_files(tallies[0], *found):
+                compare_files(tallies[0], tallies[-1], step, file, found[0][step][file], found[1][step][file])
+        return note
+
+    dumps, weights, generators = (Tally(name, "values") for name in ("dumps", "checkpoints", "generators"))
+    yield dumps.section(compare("batch dumps", dump_files, dumps))
+    note = compare("checkpoints", checkpoint_files, weights, generators)
+    yield weights.section(note)
+    yield _generators(generators, note, first, second)
 
 
 def _generators(tally: Tally, note: str, *runs: RunFolder) -> Section:

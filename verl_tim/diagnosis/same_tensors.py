@@ -73,10 +73,10 @@ def compare_files(weights: Tally, generators: Tally, step: int, name: str, first
         RunFolderError: a file cannot be read.
     """
     leaves = [dict(_leaves(_read(path))) for path in (first, second)]
+    extra_state = first.name.startswith(_EXTRA_STATE)
     for key in dict.fromkeys([*leaves[0], *leaves[1]]):
         where = f"{name}: {key}"
-        extra = Path(name).name.startswith(_EXTRA_STATE)
-        tally = generators if extra and _GENERATORS.match(key) else weights
+        tally = generators if extra_state and _GENERATORS.match(key) else weights
         if key not in leaves[0] or key not in leaves[1]:
             tally.differs(step, where, ["there" if key in side else None for side in leaves])
             continue

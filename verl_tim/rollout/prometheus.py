@@ -7,6 +7,7 @@ counter here: tokens per second are `rate(verl_tim_generation_tokens_total[1m])`
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -31,6 +32,21 @@ _GAUGES: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
     "num_requests_waiting": ("Requests that have none", lambda s: s.num_waiting),
     "kv_cache_usage_perc": ("Share of the KV pages that is in use; 1 is all of it", lambda s: s.kv_use),
 }
+
+
+@dataclass(frozen=True)
+class MetricsAddress:
+    """Where a server serves its metrics.
+
+    Attributes:
+        address: of its node.
+        port: 0 until it has one.
+        model_name: a label of every metric; None: the name of the model's folder.
+    """
+
+    address: str
+    port: int
+    model_name: str | None
 
 
 class EngineCollector(Collector):

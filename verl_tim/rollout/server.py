@@ -27,7 +27,7 @@ from verl_tim.engine.weight_reader import LocalTensors, Reader
 from verl_tim.numerics import determinism
 from verl_tim.rollout.away import AwayEngine
 from verl_tim.rollout.options import RolloutOptions
-from verl_tim.rollout.prometheus import EngineCollector, serve
+from verl_tim.rollout.prometheus import EngineCollector, MetricsAddress, serve
 from verl_tim.rollout.recorded import RECORD_PARAM, RECORDED_FIELD, Recorded
 from verl_tim.rollout.senders import Gathering, SendersError
 from verl_tim.rollout.shared_buckets import BucketReader, SharedBuffers, device_identity
@@ -49,21 +49,6 @@ KEPT_FAILURES = 20
 
 # verl's names for how a response ended (workers/rollout/vllm_rollout/vllm_async_server.py:724).
 _STOP_REASONS = {"stop": "completed", "length": "completed", "abort": "aborted"}
-
-
-@dataclasses.dataclass(frozen=True)
-class MetricsAddress:
-    """Where a server serves its metrics.
-
-    Attributes:
-        address: of its node.
-        port: 0 until it has one.
-        model_name: as `EngineServer.serve_metrics` takes it.
-    """
-
-    address: str
-    port: int
-    model_name: str | None
 
 
 class EngineServer:
@@ -96,7 +81,7 @@ class EngineServer:
         self.replica_rank = replica_rank
         self._shared_memory = shared_memory if options.free_cache_engine else ()
         self.engine: AsyncEngine | AwayEngine
-        self._away = away
+        self.away = away  # None once weights are in use
         self.metrics = metrics
         self._coming_back = asyncio.Lock()
         self._num_restarts = int(away is not None)  # until the next report
@@ -139,8 +124,8 @@ class EngineServer:
         """
         from verl.workers.rollout.replica import TokenOutput
 
-        if self._away is not None:
-            self._away.refuse()  # no failure of the request, which another server answers
+        if self.away is not None:
+            self.away.refuse()  # no failure of the request, which another server answers
         try:
             for kind, given in (("image", image_data), ("video", video_data), ("audio", audio_data)):
                 if given:
@@ -219,14 +204,9 @@ class EngineServer:
         """Open the gate."""
         await self.engine.resume()
 
-    @property
-    def away(self) -> AwayEngine | None:
-        """What stands for the engine where this server was started again and has no weights yet; otherwise None."""
-        return self._away
-
     async def is_ready(self) -> bool:
         """Whether a request that comes now is served at once."""
-        return self._away is None and self.engine.is_open
+        return self.away is None and self.engine.is_open
 
     async def until_ready(self) -> None:
         """Returns when it is. Who waits here hears of it before the step's requests are handed out."""
@@ -361,7 +341,7 @@ class EngineServer:
             if self._update is update:
                 self._update = None
         self._renamed.pop(update.version, None)
-        self._away = None
+        self.away = None
         return update.version
 
     async def abandon_weights(self, reason: str) -> None:
@@ -378,8 +358,8 @@ class EngineServer:
 
     def _running_update(self) -> _Update:
         if self._update is None:
-            if self._away is not None:
-                self._away.refuse()  # the server that it was begun on is no more
+            if self.away is not None:
+                self.away.refuse()  # the server that it was begun on is no more
             raise RuntimeError(
                 f"rollout {self.name}: weights arrived, but no weight update is running: it was never begun, or was "
                 "given up (the error before this one says why); the run cannot go on, restart it from its last "

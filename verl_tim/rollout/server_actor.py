@@ -8,7 +8,6 @@ import inspect
 import json
 import logging
 import os
-import sys
 import warnings
 from collections.abc import Awaitable
 from typing import Any, TypeVar
@@ -18,15 +17,15 @@ import ray
 from verl_tim.engine import EngineDeadError
 from verl_tim.rollout import successor
 from verl_tim.rollout.away import AwayEngine
+from verl_tim.rollout.end import end_process
 from verl_tim.rollout.options import RolloutOptions
-from verl_tim.rollout.server import EngineServer, MetricsAddress
+from verl_tim.rollout.prometheus import MetricsAddress
+from verl_tim.rollout.server import EngineServer
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-EXIT_CODE = 70
-"""Of a server that ends with its engine."""
 _CHARACTERS = 2000
 """Of an engine's error, so many are left."""
 
@@ -66,7 +65,7 @@ class ServerActor(EngineServer):
 
     async def serve_metrics(self, address: str, model_name: str | None) -> str:
         """`EngineServer.serve_metrics`, and where: one that is started again serves them there."""
-        host = await self._or_end(super().serve_metrics(address, model_name))
+        host = await super().serve_metrics(address, model_name)
         assert self.metrics is not None
         successor.leave(successor.METRICS, json.dumps(dataclasses.asdict(self.metrics)))
         return host
@@ -87,13 +86,12 @@ class ServerActor(EngineServer):
                 cause,
                 exc_info=cause,
             )
+            words = " ".join(f"{type(cause).__name__}: {cause}".split())  # in one line
             try:
-                words = " ".join(f"{type(cause).__name__}: {cause}".split())  # in one line
                 successor.leave(successor.ENGINE_ERROR, words[:_CHARACTERS])
-            finally:
-                for stream in (sys.stdout, sys.stderr):
-                    stream.flush()
-                os._exit(EXIT_CODE)
+            except Exception:  # the end comes all the same; the error is above
+                logger.exception("rollout server %d cannot leave its engine's error", self.replica_rank)
+            end_process()
 
 
 def _ending(method: Any) -> Any:

@@ -10,17 +10,16 @@ import inspect
 import logging
 import os
 import signal
-import sys
 from collections.abc import Mapping
 from types import ModuleType
 from typing import Any
+
+from verl_tim.rollout.end import end_process
 
 logger = logging.getLogger(__name__)
 
 # Signals by which the kernel or somebody ends a process; vLLM itself ends its own with SIGTERM, after an error.
 _KILLED = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL)
-EXIT_CODE = 70
-"""Of a server that ends with its engine."""
 
 
 class EngineEnded(RuntimeError):
@@ -60,9 +59,7 @@ def _ending(method: Any, dead_error: type[Exception]) -> Any:
             how = killed(_exit_codes(self))
             if how is not None:
                 logger.error("vLLM's engine is gone (%s), and its server (pid %s) ends with it", how, os.getpid())
-                for stream in (sys.stdout, sys.stderr):
-                    stream.flush()
-                os._exit(EXIT_CODE)
+                end_process()
             # vLLM raises one object for all requests, and its traceback grows with each of them
             raise EngineEnded(
                 "vLLM's engine ended by an error of its own: train.log has it above, in the first lines with ERROR "
