@@ -261,8 +261,8 @@ def test_a_reward_function_that_loads(config_of, reward_file):
 # ----------------------------------------------------------------------------------------------------- the whole start
 
 
-@pytest.mark.parametrize("command", ["train", "doctor"])
-def test_the_command_line_names_everything_at_once(folder, parquet, tmp_path, command):
+@pytest.mark.parametrize(("command", "exit_code", "stream"), [("train", 2, "stderr"), ("doctor", 1, "stdout")])
+def test_the_command_line_names_everything_at_once(folder, parquet, tmp_path, command, exit_code, stream):
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-8])
     (folder / "chat_template.jinja").write_text("{{ messages")
@@ -280,8 +280,8 @@ def test_the_command_line_names_everything_at_once(folder, parquet, tmp_path, co
             "reward.custom_reward_function.name=no_such",
         ],
     )
-    assert result.exit_code == (2 if command == "train" else 1)
-    said = result.stderr.replace("\n", " ")
+    assert result.exit_code == exit_code
+    said = getattr(result, stream).replace("\n", " ")
     for key in (MODEL, TRAIN, "tim.cache_dir", "reward.custom_reward_function.name"):
         assert f"{key}: " in said
     assert "Traceback" not in result.output

@@ -101,4 +101,4 @@ def test_doctor_says_what_has_no_effect(model_folder, tmp_path):
     words = [f"actor_rollout_ref.model.path={model_folder}", f"tim.run_dir={tmp_path}/run", f"tim.cache_dir={tmp_path}"]
     result = CliRunner().invoke(app, ["doctor", *words, f"{NODE}.rollout_is_threshold=3"])
     assert result.exit_code == 0
-    assert "has no effect: rollout_is is null" in " ".join(result.stderr.split())
+    assert "has no effect: rollout_is is null" in " ".join(result.stdout.split())
