@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
-from verl_tim.rollout.options import local_model_folder, ranks_of, rollout_options
+from verl_tim.rollout.options import DEFAULT_HANG_TIMEOUT, local_model_folder, ranks_of, rollout_options
 from verl_tim.training.config import ConfigError
 
 
@@ -32,6 +34,7 @@ def options(context=128, **changes):
 
 def test_verls_keys_reach_the_engine():
     engine = {"page_size": 8, "kv_cache_tokens": 512, "num_threads": 2, "in_flight": "keep", "max_restarts": 5}
+    engine |= {"hang_timeout": 90}
     read = options(engine_kwargs={"vexact": engine})
     engine = read.engine
     assert (engine.numerics, engine.dtype, engine.seed, engine.max_num_seqs) == ("contract", "bfloat16", 7, 16)
@@ -41,6 +44,9 @@ def test_verls_keys_reach_the_engine():
     assert read.num_threads == 2
     assert read.in_flight == "keep"
     assert read.max_restarts == 5
+    assert read.hang_timeout == 90
+    assert options().hang_timeout == DEFAULT_HANG_TIMEOUT
+    assert options(engine_kwargs={"vexact": {"hang_timeout": None}}).hang_timeout is None
     assert options(load_format="auto").engine.load_weights
     assert options(name="stock").engine.numerics == "stock"
 
@@ -116,6 +122,11 @@ def test_options_of_another_rollout_are_not_read():
         ({"engine_kwargs": {"vexact": {"max_restarts": -1}}}, "max_restarts=-1"),
         ({"engine_kwargs": {"vexact": {"max_restarts": True}}}, "max_restarts=True"),
         ({"engine_kwargs": {"vexact": {"max_restarts": 10**30}}}, "max_restarts=10{30}: give"),
+        ({"engine_kwargs": {"vexact": {"hang_timeout": 0}}}, "hang_timeout=0: give seconds, at least 1"),
+        ({"engine_kwargs": {"vexact": {"hang_timeout": math.nan}}}, "hang_timeout=nan"),
+        ({"engine_kwargs": {"vexact": {"hang_timeout": math.inf}}}, "hang_timeout=inf.* null for never"),
+        ({"engine_kwargs": {"vexact": {"hang_timeout": True}}}, "hang_timeout=True"),
+        ({"engine_kwargs": {"vexact": {"hang_timeout": "10m"}}}, "hang_timeout='10m'"),
         ({"engine_kwargs": {"vexact": {"in_flight": "drop"}}}, "in_flight='drop': choose keep, abort, finish"),
         ({"engine_kwargs": {"vexact": 5}}, r"engine_kwargs\.vexact=5"),
         ({"engine_kwargs": {"vexact": {"kv_cache_tokens": 96}}}, r"kv_cache_tokens=96 .*at least 112"),

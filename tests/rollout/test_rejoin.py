@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import os
 import signal
+import threading
 import urllib.request
 
 import pytest
@@ -28,6 +29,7 @@ from verl_tim.training.processes import EnginesFailed, RunProcesses, server_name
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(300)]
 
+HANG_TIMEOUT = 20.0  # a new engine's first step on a GPU compiles kernels
 PROMPTS = [[5 + n, 6, 7 + n] for n in range(8)]
 
 
@@ -65,7 +67,7 @@ def servers(cluster, device, model):
         model[0], load_format="dummy", device=device, ignore_eos=True, response_length=100,
         **(own if device != "cpu" else {}),
     )  # fmt: skip
-    options = dataclasses.replace(options, max_restarts=1)
+    options = dataclasses.replace(options, max_restarts=1, hang_timeout=HANG_TIMEOUT)
     environment = dict.fromkeys(get_platform().ray_noset_envvars(), "1") if device != "cpu" else {}
     servers = [
         made.options(
@@ -131,6 +133,14 @@ def break_engine(server):
     server.engine._engine.step = broken
 
 
+def stop(_server):
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def hang(server):
+    server.engine._engine.step = threading.Event().wait
+
+
 def break_sleep(server):
     def broken(*args, **kwargs):
         raise RuntimeError("a kernel failed before")
@@ -138,7 +148,7 @@ def break_sleep(server):
     server.engine._engine.release_kv_cache = broken
 
 
-@pytest.mark.parametrize("end", [kill, break_engine])
+@pytest.mark.parametrize("end", [kill, break_engine, stop, hang])
 async def test_its_requests_are_answered_and_it_rejoins_with_the_next_weights(servers, client, model, device, end):
     _, weights = model
     await step_begins(servers, weights, 1, device)

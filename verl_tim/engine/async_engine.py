@@ -91,6 +91,7 @@ class AsyncEngine:
         # Came while others were being finished, in that order; by future, so that any of many may leave at once.
         self._parked: dict[concurrent.futures.Future, _Parked] = {}
         self._asleep: set[str] = set()
+        self._turns, self._at_work = 0, False
         self._thread = threading.Thread(target=self._loop, name="vexact-step", daemon=True)
         self._thread.start()
 
@@ -199,7 +200,7 @@ class AsyncEngine:
             serves nothing until an update succeeds.
         """
         if isinstance(weights, AsyncIterable):
-            weights = _pull(weights, asyncio.get_running_loop(), lambda: self._stop)
+            weights = _pull(weights, asyncio.get_running_loop(), self._go_on)
         stream: NamedTensors = weights
 
         def run() -> None:
@@ -288,11 +289,21 @@ class AsyncEngine:
         """Whether what comes now is served without waiting for a call that opens the gate, or wakes the engine."""
         return not (self._paused or self._finishing or self._asleep)
 
+    @property
+    def turns(self) -> int | None:
+        """Grows with each step and each call that the stepping thread has done, and while that waits for a caller's
+        weights; None while it has nothing to do. One that stands still is of an engine that hangs."""
+        return self._turns if self._at_work else None
+
     def check_health(self) -> None:
         """Raises EngineDeadError if the engine has ended."""
         with self._condition:
             if self._ended is not None:
                 raise self._dead()
+
+    def end_ranks(self) -> None:
+        """As `Engine.end_ranks`, for an engine that hangs."""
+        self._engine.end_ranks()
 
     def shutdown(self) -> None:
         """End the thread after the step it is in, and the engine; unfinished requests fail with EngineDeadError.
@@ -339,15 +350,19 @@ class AsyncEngine:
             while True:
                 with self._condition:
                     while not (self._stop or self._inbox or self._can_step()):
+                        self._at_work = False
                         self._condition.wait()
+                    self._at_work = True
                     if self._stop:
                         raise _Stopped("the engine was shut down")
                 while self._inbox:
                     if self._inbox[0].settles:
                         self._resolve(self._engine.drain())
                     self._run(self._inbox.popleft())
+                    self._turns += 1
                 if self._can_step():
                     self._resolve(self._engine.step())
+                    self._turns += 1
                 if self._finishing and not self._can_step():
                     self._close_behind()
         except _Stopped as stopped:
@@ -356,6 +371,13 @@ class AsyncEngine:
             self._end(fatal.error)
         except BaseException as error:
             self._end(error)
+        finally:
+            self._at_work = False
+
+    def _go_on(self) -> bool:
+        """Asked before each tensor of a caller's, and while one is waited for."""
+        self._turns += 1
+        return not self._stop
 
     def _can_step(self) -> bool:
         engine = self._engine
@@ -501,7 +523,7 @@ def _dead_error(cause: BaseException) -> EngineDeadError:
 
 
 def _pull(
-    stream: AsyncNamedTensors, loop: asyncio.AbstractEventLoop, stopped: Callable[[], bool]
+    stream: AsyncNamedTensors, loop: asyncio.AbstractEventLoop, go_on: Callable[[], bool]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Iterate over an asynchronous stream of ``loop`` from another thread, one item in flight at a time."""
     iterator = stream.__aiter__()
@@ -515,10 +537,11 @@ def _pull(
 
     while True:
         future = asyncio.run_coroutine_threadsafe(pull(), loop)
-        while not concurrent.futures.wait([future], timeout=_STOP_POLL_SECONDS).done:
-            if stopped():
-                future.cancel()
-                raise EngineStateError("the engine was shut down in the middle of a weight update")
+        while (goes_on := go_on()) and not concurrent.futures.wait([future], timeout=_STOP_POLL_SECONDS).done:
+            pass
+        if not goes_on:
+            future.cancel()
+            raise EngineStateError("the engine was shut down in the middle of a weight update")
         item = future.result()
         if item is end:
             return

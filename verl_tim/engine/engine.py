@@ -570,6 +570,12 @@ class Engine:
         """`function(engine)` on every rank, between steps; here on the only one."""
         return [function(self)]
 
+    def end_ranks(self) -> None:
+        """End the other ranks' processes at once, which may hang: for one who is about to end this process.
+
+        Unlike every verb it may be called from any thread, and during a step.
+        """
+
     def close(self) -> None:
         """Give back what the engine holds of its device: KV pages, graphs, and the weights of a model that it built.
 

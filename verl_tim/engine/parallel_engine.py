@@ -187,6 +187,9 @@ class ParallelEngine(Engine):
     def describe(self) -> dict[str, Any]:
         return {**super().describe(), "ranks": self.config.num_ranks}
 
+    def end_ranks(self) -> None:
+        self._crew.close(at_once=True)
+
     def close(self) -> None:
         """End the worker processes, or leave the crew they belong to, and give back what is held here; every later verb
         raises EngineDeadError.

@@ -33,6 +33,7 @@ class AwayEngine:
     weight_version = -1
     moe_layers: tuple[int, ...] = ()
     is_open = False
+    turns = None
 
     def __init__(self, who: str, engine_error: str = "") -> None:
         self._who = who

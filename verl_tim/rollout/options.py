@@ -8,6 +8,7 @@ mean nothing here. A request's `priority` is none of them: verl's client sends i
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -33,6 +34,8 @@ ENGINE_OPTIONS = (
 
 DEFAULT_RESTARTS = 3
 """Of a replica that is one of several."""
+DEFAULT_HANG_TIMEOUT = 600.0
+"""Seconds; as long as verl's collectives wait (`nccl_timeout`). A step takes less than one on a GPU."""
 LARGEST_RESTARTS = 2**31 - 1  # Ray counts in 64 bits, and says no key where a number is larger
 
 # verl's keys of how a replica's engine is split.
@@ -60,6 +63,7 @@ class RolloutOptions:
             "finish".
         return_routes: every response comes with the experts of all its positions.
         max_restarts: how often Ray starts the server again when its process, or its engine, has died.
+        hang_timeout: seconds without a sign of life after which the server is ended; None: never.
     """
 
     engine: EngineConfig
@@ -72,6 +76,12 @@ class RolloutOptions:
     in_flight: InFlight = "abort"
     return_routes: bool = False
     max_restarts: int = 0
+    hang_timeout: float | None = None
+
+
+def options_key(name: str, option: str = "") -> str:
+    """Where a user sets an option of this engine; without one, all of them."""
+    return ".".join(part for part in (_PREFIX, "engine_kwargs", name, option) if part)
 
 
 def refusals(rollout: Any) -> list[tuple[str, str]]:
@@ -157,7 +167,7 @@ def rollout_options(
     if found:
         raise ConfigError("; ".join(f"{key}: {remedy}" for key, remedy in found))
     name = rollout.get("name")
-    where = f"{_PREFIX}.engine_kwargs.{name}"
+    where = options_key(name)
     given = (rollout.get("engine_kwargs") or {}).get(name) or {}
     if not isinstance(given, Mapping):
         raise ConfigError(f"{where}={given!r}: give options, such as {where}.kv_cache_tokens=65536")
@@ -167,7 +177,8 @@ def rollout_options(
         options["enable_prefix_cache"] = verls and name == "vexact"
     num_threads, in_flight = options.pop("num_threads", None), options.pop("in_flight", "abort")
     max_restarts = options.pop("max_restarts", DEFAULT_RESTARTS)
-    known = (*ENGINE_OPTIONS, "num_threads", "in_flight", "max_restarts")
+    hang_timeout = options.pop("hang_timeout", DEFAULT_HANG_TIMEOUT)
+    known = (*ENGINE_OPTIONS, "num_threads", "in_flight", "max_restarts", "hang_timeout")
     for key in options:
         if key not in ENGINE_OPTIONS:
             near = difflib.get_close_matches(str(key), known, n=1)
@@ -181,6 +192,13 @@ def rollout_options(
         raise ConfigError(
             f"{where}.max_restarts={max_restarts!r}: give how often a replica that died is started again, 0 to "
             f"{LARGEST_RESTARTS}"
+        )
+    if hang_timeout is not None and (
+        isinstance(hang_timeout, bool) or not isinstance(hang_timeout, (int, float)) or not 1 <= hang_timeout < math.inf
+    ):
+        raise ConfigError(
+            f"{where}.hang_timeout={hang_timeout!r}: give seconds, at least 1, after which a replica that gives no "
+            "sign of life is ended, or null for never"
         )
     if in_flight not in get_args(InFlight):
         raise ConfigError(f"{where}.in_flight={in_flight!r}: choose {', '.join(get_args(InFlight))}")
@@ -246,6 +264,7 @@ def rollout_options(
         in_flight=in_flight,
         return_routes=return_routes,
         max_restarts=max_restarts,
+        hang_timeout=hang_timeout,
     )
 
 

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import faulthandler
 import functools
 import inspect
 import json
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Awaitable
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import ray
 
-from verl_tim.engine import EngineDeadError
+from verl_tim.engine import AsyncEngine, EngineDeadError
 from verl_tim.rollout import successor
 from verl_tim.rollout.away import AwayEngine
 from verl_tim.rollout.end import end_process
-from verl_tim.rollout.options import RolloutOptions
+from verl_tim.rollout.liveness import Liveness
+from verl_tim.rollout.options import RolloutOptions, options_key
 from verl_tim.rollout.prometheus import MetricsAddress
 from verl_tim.rollout.server import EngineServer
 
@@ -36,6 +39,8 @@ class ServerActor(EngineServer):
     Where it may, a server whose engine has failed ends, whatever is asked of it next: no process that had an error of
     its device can use it again. Calls on memory, gate and weights that the old process did not answer are made again on
     the new one. Requests are not: it has no weights, and their client knows other replicas (`failover`).
+
+    One that hangs ends, too, started again or not (`RolloutOptions.hang_timeout`).
     """
 
     def __init__(
@@ -57,6 +62,10 @@ class ServerActor(EngineServer):
                 replica_rank,
                 os.getpid(),
             )
+        if options.hang_timeout is not None:
+            key = options_key(name, "hang_timeout")
+            who = f"rollout server {replica_rank}"
+            Liveness(who, options.hang_timeout, key, lambda: self.engine.turns, self._end_of_a_hang)
 
     @ray.method(max_task_retries=0)
     async def generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -78,20 +87,25 @@ class ServerActor(EngineServer):
             if not self.options.max_restarts:
                 raise
             cause = error.__cause__ or error
-            logger.error(
-                "rollout server %d (pid %d) ends with its engine: %s: %s",
-                self.replica_rank,
-                os.getpid(),
-                type(cause).__name__,
-                cause,
-                exc_info=cause,
-            )
-            words = " ".join(f"{type(cause).__name__}: {cause}".split())  # in one line
-            try:
-                successor.leave(successor.ENGINE_ERROR, words[:_CHARACTERS])
-            except Exception:  # the end comes all the same; the error is above
-                logger.exception("rollout server %d cannot leave its engine's error", self.replica_rank)
-            end_process()
+            self._end_with_the_engine(f"{type(cause).__name__}: {cause}", cause)
+
+    def _end_of_a_hang(self, said: str) -> None:
+        """Runs in a thread of its own. What hangs can be seen in the tracebacks of all threads."""
+        faulthandler.dump_traceback(sys.stderr)
+        assert isinstance(self.engine, AsyncEngine), "none other has turns"
+        self.engine.end_ranks()  # one that is stopped would not see the end of this process, and would keep its memory
+        self._end_with_the_engine(f"EngineHangs: {said}", None)
+
+    def _end_with_the_engine(self, why: str, cause: BaseException | None) -> NoReturn:
+        logger.error(
+            "rollout server %d (pid %d) ends with its engine: %s", self.replica_rank, os.getpid(), why, exc_info=cause
+        )
+        words = " ".join(why.split())  # in one line
+        try:
+            successor.leave(successor.ENGINE_ERROR, words[:_CHARACTERS])
+        except Exception:  # the end comes all the same; the error is above
+            logger.exception("rollout server %d cannot leave its engine's error", self.replica_rank)
+        end_process()
 
 
 def _ending(method: Any) -> Any:
