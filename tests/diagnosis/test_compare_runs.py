@@ -16,6 +16,7 @@ from verl_tim.diagnosis.config_diff import correction_name, diff_configs
 from verl_tim.diagnosis.formats import count, listed, percent, short
 from verl_tim.diagnosis.manifest import ManifestError
 from verl_tim.diagnosis.metric_log import MetricLog, Record, RunFolderError
+from verl_tim.diagnosis.page import render_page
 from verl_tim.diagnosis.verdict import Exactness, compare_rewards, exactness
 
 
@@ -82,10 +83,47 @@ def test_statistics_are_of_the_logged_values_in_step_order(tmp_path):
 
 def test_a_fair_pair_differs_in_nothing(pair):
     comparison = compare(pair)
-    assert comparison.differences == []
-    assert comparison.unknown == []
-    assert {d.key for d in comparison.rollout_differences} >= {"run.rollout", "rollout.backend", "rollout.contract_id"}
+    assert comparison.what.settings == []
+    assert comparison.what.unknown == []
+    assert {d.key for d in comparison.what.rollout} >= {"run.rollout", "rollout.backend", "rollout.contract_id"}
     assert "Nothing but the rollout differs" in text_of(comparison)
+
+
+@pytest.mark.parametrize("rollout", ["vexact", "stock"])
+def test_runs_that_repeat_one_another_are_not_said_to_differ_in_the_rollout(tmp_path, rollout):
+    comparison = compare([write_run(tmp_path / name, rollout=rollout) for name in ("a", "b")])
+    for text in (text_of(comparison), render_page(comparison)):
+        assert "Nothing differs between the runs" in text
+        assert "but the rollout" not in text
+        assert "besides the rollout" not in text
+    assert comparison.to_dict()["same_rollout"] is True
+
+
+def test_what_differs_between_runs_of_one_rollout_is_listed_its_settings_too(tmp_path):
+    pages = "actor_rollout_ref.rollout.engine_kwargs.vexact.page_size"
+    paths = [write_run(tmp_path / name, config={pages: size}) for name, size in (("a", 16), ("b", 32))]
+    comparison = compare(paths)
+    assert comparison.what.settings == []
+    assert "The runs have the same rollout and differ in 1 setting" in comparison.verdict.notes[0]
+    for text in (text_of(comparison), render_page(comparison).replace("<wbr>", "")):
+        assert pages in text
+        assert "Nothing" not in text
+        assert "esides the rollout" not in text
+
+
+def test_where_seeds_are_grouped_the_seed_is_said_to_differ(tmp_path):
+    seeds = [write_run(tmp_path / f"stock-s{seed}", rollout="stock", seed=seed) for seed in (1, 2)]
+    assert "Nothing but the seed differs between the runs" in text_of(compare(seeds))
+    exact = write_run(tmp_path / "vexact")
+    assert "Nothing but the rollout and the seed differ between the runs" in text_of(compare([exact, *seeds]))
+
+
+def test_a_gap_between_runs_of_one_rollout_is_not_put_down_to_the_rollout(tmp_path):
+    paths = [write_run(tmp_path / "a"), write_run(tmp_path / "b", collapse_at=12)]
+    comparison = compare(paths)
+    assert "end apart" in comparison.verdict.lead
+    assert "the rollout" not in comparison.verdict.notes[0]
+    assert "nothing that was compared differs" in comparison.verdict.notes[0]
 
 
 @pytest.mark.parametrize(
@@ -105,14 +143,14 @@ def test_a_fair_pair_differs_in_nothing(pair):
 def test_every_difference_besides_the_rollout_heads_the_comparison(tmp_path, change, key):
     paths = [write_run(tmp_path / "vexact"), write_run(tmp_path / "stock", rollout="stock", **change)]
     comparison = compare(paths)
-    assert key in [d.key for d in comparison.differences]
+    assert key in [d.key for d in comparison.what.settings]
     assert key in text_of(comparison)
     assert "besides the rollout" in comparison.verdict.notes[0]
 
 
 def test_one_fact_is_listed_once(tmp_path):
     paths = [write_run(tmp_path / "a"), write_run(tmp_path / "b", trainer="stock", delta=1e-3)]
-    keys = [d.key for d in compare(paths).differences]
+    keys = [d.key for d in compare(paths).what.settings]
     assert "run.trainer_numerics" in keys
     assert "tim.trainer_numerics" not in keys
 
@@ -133,7 +171,7 @@ def test_one_change_of_the_correction_is_listed_once(tmp_path, manifest):
         for name, cap in (("a", 2.0), ("b", 5.0))
     ]
     comparison = compare(paths)
-    assert [d.key for d in comparison.differences] == [
+    assert [d.key for d in comparison.what.settings] == [
         "correction.rollout_is_threshold" if manifest else "algorithm.rollout_correction.rollout_is_threshold"
     ]
 
@@ -166,12 +204,12 @@ def test_without_manifest_or_config_the_comparison_says_what_it_does_not_know(tm
     paths = [write_run(tmp_path / "vexact"), write_run(tmp_path / "old", rollout="stock", manifest=False)]
     comparison = compare(paths)
     assert [run.rollout for run in comparison.runs] == ["vexact", "stock"]  # the second from its config
-    assert "No manifest in old" in comparison.unknown[0]
+    assert "No manifest in old" in comparison.what.unknown[0]
     assert "Nothing but the rollout" not in text_of(comparison)
     (paths[1] / "config.yaml").unlink()
     comparison = compare(paths)
     assert comparison.runs[1].rollout == comparison.runs[1].correction == "unknown"
-    assert len(comparison.unknown) == 2
+    assert len(comparison.what.unknown) == 2
 
 
 def test_processes_that_disagree_are_told(tmp_path):

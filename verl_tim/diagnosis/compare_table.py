@@ -75,18 +75,19 @@ class _Summary:
 
 
 def _differences(comparison: Comparison) -> list[Any]:
+    what = comparison.what
     parts: list[Any] = []
-    if comparison.differences:
-        table = Table(title="What differs besides the rollout", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    if what.rows:
+        table = Table(title=what.title, title_justify="left", box=None, padding=(0, 2, 0, 0))
         table.add_column("setting", overflow="fold")
         for run in comparison.runs:
             table.add_column(run.name, overflow="fold")
-        for d in comparison.differences:
+        for d in what.rows:
             table.add_row(d.key, *(shown(d.values[run.name]) for run in comparison.runs))
         parts.append(table)
-    elif len(comparison.runs) > 1 and not comparison.unknown:
-        parts.append(Text("Nothing but the rollout differs between the runs.", style="green"))
-    return parts + [Text(f"- {name}", style="yellow") for name in comparison.unknown]
+    elif len(comparison.runs) > 1 and (nothing := what.nothing()) is not None:
+        parts.append(Text(nothing, style="green"))
+    return parts + [Text(f"- {name}", style="yellow") for name in what.unknown]
 
 
 def _early_warning(comparison: Comparison) -> Any:

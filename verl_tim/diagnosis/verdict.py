@@ -14,6 +14,7 @@ from verl_tim.diagnosis.metric_log import MetricLog
 
 if TYPE_CHECKING:
     from verl_tim.diagnosis.run import Run
+    from verl_tim.diagnosis.what_differs import WhatDiffers
 
 Seeds = Mapping[str, Mapping[str, MetricLog]]  # what a curve stands for -> its runs by name, one or several
 
@@ -150,12 +151,12 @@ class Verdict:
     alerts: list[str]
 
 
-def judge(runs: Sequence[Run], differences: int, seeds: Seeds) -> Verdict:
+def judge(runs: Sequence[Run], what: WhatDiffers, seeds: Seeds) -> Verdict:
     """Say what the runs show.
 
     Args:
         runs: at least one, with distinct names.
-        differences: how many settings differ besides the rollout.
+        what: what differs between them.
         seeds: of each run, by its name, what it stands for.
     """
     states = {run.name: exactness(run.log) for run in runs}
@@ -187,11 +188,8 @@ def judge(runs: Sequence[Run], differences: int, seeds: Seeds) -> Verdict:
     if len(runs) == 1:
         return Verdict(_one_run(runs[0], states[runs[0].name]), notes, alerts)
     rewards = compare_rewards(seeds)
-    if differences:
-        settings = "1 other setting" if differences == 1 else f"{differences} other settings"
-        notes.insert(
-            0, f"The runs differ in {settings} besides the rollout, so a difference is not the rollout's alone."
-        )
+    if (told := what.note()) is not None:
+        notes.insert(0, told)
     elif rewards.kind == "apart" and min(map(len, seeds.values())) > 1:
         notes.insert(
             0,
@@ -199,10 +197,13 @@ def judge(runs: Sequence[Run], differences: int, seeds: Seeds) -> Verdict:
             "interval).",
         )
     elif rewards.kind == "apart":
+        why = (
+            "nothing that was compared differs between the runs, so nothing but chance is known to have made it."
+            if what.one_rollout
+            else "runs with other seeds would tell whether it is the rollout or chance."
+        )
         notes.insert(
-            0,
-            f"The gap of {short(rewards.gap)} is above the step-to-step noise of ±{short(rewards.noise)}; runs with "
-            "other seeds would tell whether it is the rollout or chance.",
+            0, f"The gap of {short(rewards.gap)} is above the step-to-step noise of ±{short(rewards.noise)}; {why}"
         )
     lengths = {run.name: run.steps for run in runs}
     if len(set(lengths.values())) > 1:
