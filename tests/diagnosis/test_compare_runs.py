@@ -11,13 +11,15 @@ import pytest
 from fake_runs import write_run
 from rich.console import Console
 
-from verl_tim.diagnosis.compare import compare
+from verl_tim.commands.headline import headline
+from verl_tim.diagnosis.compare import SUMMARY_STEPS, compare
 from verl_tim.diagnosis.config_diff import correction_name, diff_configs
 from verl_tim.diagnosis.formats import count, listed, percent, short
 from verl_tim.diagnosis.manifest import ManifestError
 from verl_tim.diagnosis.metric_log import MetricLog, Record, RunFolderError
 from verl_tim.diagnosis.page import render_page
 from verl_tim.diagnosis.verdict import Exactness, compare_rewards, exactness
+from verl_tim.launch.process import MetricsReader
 
 
 @pytest.fixture
@@ -251,9 +253,9 @@ def lead(*paths, **kwargs):
 
 def test_equal_rewards_at_a_small_size(pair):
     assert re.fullmatch(
-        r"Rewards end equal within noise \(0\.\d+ and 0\.\d+\), as is expected at this size "
-        r"\(612 K parameters, 30 steps\); the mismatch shows in the log-probs: vexact equals the trainer bit for bit "
-        r"on all [\d,]+ tokens, while stock differs on \d+\.\d % of its tokens, "
+        r"Rewards end equal within noise \(0\.\d+ and 0\.\d+, over the last 10 shared steps\), as is expected at "
+        r"this size \(612 K parameters, 30 steps\); the mismatch shows in the log-probs: vexact equals the trainer bit "
+        r"for bit on all [\d,]+ tokens, while stock differs on \d+\.\d % of its [\d,]+ tokens, "
         r"by 0\.00\d+ nats on average and by up to 0\.\d+\.",
         lead(*pair),
     )
@@ -268,6 +270,22 @@ def test_equal_rewards_are_not_called_expected_without_knowing_a_small_size(tmp_
     assert "expected" not in said
     assert "equal within noise" in said
     assert "after 30 shared steps" in said
+
+
+def test_every_figure_says_of_which_steps_it_is(pair):
+    comparison = compare(pair)
+    assert "over the last 10 shared steps" in comparison.verdict.lead
+    assert SUMMARY_STEPS in " ".join(text_of(comparison).split())
+    assert "(means of the first and last 10 steps) over 30 steps" in compare(pair[:1]).verdict.lead
+
+
+def test_a_reward_ends_alike_in_the_sentence_and_in_the_table_of_a_quickstart(pair):
+    """Both are means of as many steps."""
+    comparison = compare(pair)
+    steps = MetricsReader(pair[0] / "metrics.jsonl").new_steps()
+    values = headline([step for step in steps if step.number > 0])
+    assert f"({short(values['reward_last'])} and " in comparison.verdict.lead
+    assert f"the last {values['reward_steps']} shared steps" in comparison.verdict.lead
 
 
 def test_rewards_apart(tmp_path):
@@ -398,13 +416,14 @@ def test_a_run_whose_every_log_prob_is_missing_says_so(tmp_path):
 
 def test_one_run(tmp_path):
     assert re.fullmatch(
-        r"Reward rises from 0\.\d+ to 0\.\d+ over 30 steps; "
+        r"Reward rises from 0\.\d+ to 0\.\d+ \(means of the first and last 10 steps\) over 30 steps; "
         r"the rollout equals the trainer bit for bit on all [\d,]+ tokens\.",
         lead(write_run(tmp_path / "vexact")),
     )
     falling = write_run(tmp_path / "down", rollout="stock", collapse_at=3)
     assert re.match(
-        r"Reward falls from 0\.\d+ to .* over 30 steps; the rollout differs on \d+\.\d % of its tokens", lead(falling)
+        r"Reward falls from 0\.\d+ to .* over 30 steps; the rollout differs on \d+\.\d % of its [\d,]+ tokens",
+        lead(falling),
     )
     level = set_reward(write_run(tmp_path / "level"), lambda step: 0.5 + 0.01 * (-1) ** step)
     assert lead(level).startswith("Reward stays level from ")
@@ -421,7 +440,10 @@ def test_many_runs(tmp_path, pair):
         write_run(tmp_path / "d", rollout="stock", delta=1e-2),
     ]
     said = lead(*paths)
-    assert re.search(r"while mean \|d\| in nats is stock 0\.\S+ \(largest 0\.\S+\), c 0\.\S+ \(.*\) and d 0\.\S+", said)
+    assert re.search(
+        r"while mean \|d\| over all tokens, in nats, is stock 0\.\S+ \(largest 0\.\S+\), c 0\.\S+ \(.*\) and d 0\.\S+",
+        said,
+    )
 
 
 def test_rewards_are_paired_by_step():

@@ -36,6 +36,12 @@ NO_BASELINE = (
 )
 
 
+SUMMARY_STEPS = (
+    "first and last: the metric at the first and the last step that logged it; mean: over all steps that did, each "
+    "counted once, while sentences weigh every token alike."
+)
+
+
 @dataclass(frozen=True)
 class Row:
     """One line of the summary: a metric's first, last and mean value per group; None where it lacks it."""
