@@ -99,7 +99,7 @@ def test_train_table_shows_zero_as_zero(small, fake_verl):
     assert row.split("│")[2].strip() == "0"
 
 
-@pytest.mark.parametrize(("steps", "edge"), [(1, 1), (4, 2), (9, 4), (12, 5)])
+@pytest.mark.parametrize(("steps", "edge"), [(1, 1), (4, 2), (9, 3), (12, 4), (40, 10)])
 def test_first_and_last_steps_of_a_short_run_do_not_overlap(steps, edge, capsys):
     rewards = [float(step) for step in range(1, steps + 1)]
     done = tuple(process.Step(step, {"critic/score/mean": reward}) for step, reward in enumerate(rewards, start=1))

@@ -57,6 +57,39 @@ def test_the_table_names_baseline_and_steps(runs, tmp_path):
     assert "contribution" in text
 
 
+def band_table(result):
+    """The cells of the rows of what leaves the band, and what stands below them."""
+    assert result.exit_code == 0, result.output
+    _, _, after = result.stdout.partition("leaves at step")
+    rows, _, notes = after.partition("└")
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in rows.splitlines() if line.startswith("│")]
+    return cells, " ".join(notes.partition("┏")[0].split())
+
+
+def test_no_cell_of_the_band_table_is_blank_and_every_word_is_explained(runs, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    cells, notes = band_table(invoke(*runs, "--out", tmp_path))
+    assert all(cell for row in cells for cell in row), cells
+    assert {"–", "stayed"} <= {cell for row in cells for cell in row}
+    assert "–: nothing to tell" in notes
+    assert "its own first 21 steps (stayed: it does not)" in notes
+    assert "too short" not in notes
+
+
+def test_too_short_is_said_with_the_steps_that_it_takes(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    pair = [write_run(tmp_path / name, rollout=name, steps=12) for name in ("vexact", "stock")]
+    cells, notes = band_table(invoke(*pair, "--out", tmp_path / "out"))
+    assert "too short" in {row[2] for row in cells}
+    assert "it takes 24 logged steps to tell (--band-window and --band-steps together); stock has 12" in notes
+    brief = write_run(tmp_path / "brief", rollout="stock", steps=2)
+    cells, notes = band_table(invoke(pair[0], brief, "--out", tmp_path / "out"))
+    assert {row[0] for row in cells} == {"too short"}
+    assert "it takes 3 steps that the run and all runs of the baseline logged" in notes
+    assert "too short" in (page := (tmp_path / "out/compare.html").read_text())
+    assert "it takes 3 steps that the run" in page
+
+
 def test_band_options_act(runs, tmp_path):
     wide = json.loads(invoke(*runs, "--out", tmp_path, "--band-z", "1000", "--json").stdout)["early_warning"]
     assert next(row for row in wide["signals"] if row["signal"] == "reward")["state"] == "stayed"

@@ -86,11 +86,11 @@ def test_the_head_says_what_the_runs_show_and_what_differs(pair_page, runs):
     text = pair_page.text
     assert compare(runs[:2]).verdict.lead in text
     assert "as is expected at this size (612 K parameters, 30 steps); the mismatch shows in the log-probs" in text
-    assert "every setting but the rollout is the same" in text
+    assert "Nothing but the rollout differs between the runs" in text
     assert text.index("What differs besides the rollout") < text.index("Learning") < text.index("Summary")
     differing = Page(render_page(compare(runs))).text
-    assert "settings besides the rollout differ" in differing
-    assert "every setting but the rollout is the same" not in differing
+    assert "other settings besides the rollout" in differing
+    assert "Nothing but the rollout differs between the runs" not in differing
 
 
 def test_every_plot_has_its_figure_and_the_required_ones_are_there(pair_page):

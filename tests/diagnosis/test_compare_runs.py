@@ -11,12 +11,15 @@ import pytest
 from fake_runs import write_run
 from rich.console import Console
 
-from verl_tim.diagnosis.compare import compare
+from verl_tim.commands.headline import headline
+from verl_tim.diagnosis.compare import SUMMARY_STEPS, compare
 from verl_tim.diagnosis.config_diff import correction_name, diff_configs
 from verl_tim.diagnosis.formats import count, listed, percent, short
 from verl_tim.diagnosis.manifest import ManifestError
 from verl_tim.diagnosis.metric_log import MetricLog, Record, RunFolderError
+from verl_tim.diagnosis.page import render_page
 from verl_tim.diagnosis.verdict import Exactness, compare_rewards, exactness
+from verl_tim.launch.process import MetricsReader
 
 
 @pytest.fixture
@@ -82,10 +85,47 @@ def test_statistics_are_of_the_logged_values_in_step_order(tmp_path):
 
 def test_a_fair_pair_differs_in_nothing(pair):
     comparison = compare(pair)
-    assert comparison.differences == []
-    assert comparison.unknown == []
-    assert {d.key for d in comparison.rollout_differences} >= {"run.rollout", "rollout.backend", "rollout.contract_id"}
+    assert comparison.what.settings == []
+    assert comparison.what.unknown == []
+    assert {d.key for d in comparison.what.rollout} >= {"run.rollout", "rollout.backend", "rollout.contract_id"}
     assert "Nothing but the rollout differs" in text_of(comparison)
+
+
+@pytest.mark.parametrize("rollout", ["vexact", "stock"])
+def test_runs_that_repeat_one_another_are_not_said_to_differ_in_the_rollout(tmp_path, rollout):
+    comparison = compare([write_run(tmp_path / name, rollout=rollout) for name in ("a", "b")])
+    for text in (text_of(comparison), render_page(comparison)):
+        assert "Nothing differs between the runs" in text
+        assert "but the rollout" not in text
+        assert "besides the rollout" not in text
+    assert comparison.to_dict()["same_rollout"] is True
+
+
+def test_what_differs_between_runs_of_one_rollout_is_listed_its_settings_too(tmp_path):
+    pages = "actor_rollout_ref.rollout.engine_kwargs.vexact.page_size"
+    paths = [write_run(tmp_path / name, config={pages: size}) for name, size in (("a", 16), ("b", 32))]
+    comparison = compare(paths)
+    assert comparison.what.settings == []
+    assert "The runs have the same rollout and differ in 1 setting" in comparison.verdict.notes[0]
+    for text in (text_of(comparison), render_page(comparison).replace("<wbr>", "")):
+        assert pages in text
+        assert "Nothing" not in text
+        assert "esides the rollout" not in text
+
+
+def test_where_seeds_are_grouped_the_seed_is_said_to_differ(tmp_path):
+    seeds = [write_run(tmp_path / f"stock-s{seed}", rollout="stock", seed=seed) for seed in (1, 2)]
+    assert "Nothing but the seed differs between the runs" in text_of(compare(seeds))
+    exact = write_run(tmp_path / "vexact")
+    assert "Nothing but the rollout and the seed differ between the runs" in text_of(compare([exact, *seeds]))
+
+
+def test_a_gap_between_runs_of_one_rollout_is_not_put_down_to_the_rollout(tmp_path):
+    paths = [write_run(tmp_path / "a"), write_run(tmp_path / "b", collapse_at=12)]
+    comparison = compare(paths)
+    assert "end apart" in comparison.verdict.lead
+    assert "the rollout" not in comparison.verdict.notes[0]
+    assert "nothing that was compared differs" in comparison.verdict.notes[0]
 
 
 @pytest.mark.parametrize(
@@ -105,14 +145,14 @@ def test_a_fair_pair_differs_in_nothing(pair):
 def test_every_difference_besides_the_rollout_heads_the_comparison(tmp_path, change, key):
     paths = [write_run(tmp_path / "vexact"), write_run(tmp_path / "stock", rollout="stock", **change)]
     comparison = compare(paths)
-    assert key in [d.key for d in comparison.differences]
+    assert key in [d.key for d in comparison.what.settings]
     assert key in text_of(comparison)
     assert "besides the rollout" in comparison.verdict.notes[0]
 
 
 def test_one_fact_is_listed_once(tmp_path):
     paths = [write_run(tmp_path / "a"), write_run(tmp_path / "b", trainer="stock", delta=1e-3)]
-    keys = [d.key for d in compare(paths).differences]
+    keys = [d.key for d in compare(paths).what.settings]
     assert "run.trainer_numerics" in keys
     assert "tim.trainer_numerics" not in keys
 
@@ -133,7 +173,7 @@ def test_one_change_of_the_correction_is_listed_once(tmp_path, manifest):
         for name, cap in (("a", 2.0), ("b", 5.0))
     ]
     comparison = compare(paths)
-    assert [d.key for d in comparison.differences] == [
+    assert [d.key for d in comparison.what.settings] == [
         "correction.rollout_is_threshold" if manifest else "algorithm.rollout_correction.rollout_is_threshold"
     ]
 
@@ -166,12 +206,12 @@ def test_without_manifest_or_config_the_comparison_says_what_it_does_not_know(tm
     paths = [write_run(tmp_path / "vexact"), write_run(tmp_path / "old", rollout="stock", manifest=False)]
     comparison = compare(paths)
     assert [run.rollout for run in comparison.runs] == ["vexact", "stock"]  # the second from its config
-    assert "No manifest in old" in comparison.unknown[0]
+    assert "No manifest in old" in comparison.what.unknown[0]
     assert "Nothing but the rollout" not in text_of(comparison)
     (paths[1] / "config.yaml").unlink()
     comparison = compare(paths)
     assert comparison.runs[1].rollout == comparison.runs[1].correction == "unknown"
-    assert len(comparison.unknown) == 2
+    assert len(comparison.what.unknown) == 2
 
 
 def test_processes_that_disagree_are_told(tmp_path):
@@ -213,9 +253,9 @@ def lead(*paths, **kwargs):
 
 def test_equal_rewards_at_a_small_size(pair):
     assert re.fullmatch(
-        r"Rewards end equal within noise \(0\.\d+ and 0\.\d+\), as is expected at this size "
-        r"\(612 K parameters, 30 steps\); the mismatch shows in the log-probs: vexact equals the trainer bit for bit "
-        r"on all [\d,]+ tokens, while stock differs on \d+\.\d % of its tokens, "
+        r"Rewards end equal within noise \(0\.\d+ and 0\.\d+, over the last 10 shared steps\), as is expected at "
+        r"this size \(612 K parameters, 30 steps\); the mismatch shows in the log-probs: vexact equals the trainer bit "
+        r"for bit on all [\d,]+ tokens, while stock differs on \d+\.\d % of its [\d,]+ tokens, "
         r"by 0\.00\d+ nats on average and by up to 0\.\d+\.",
         lead(*pair),
     )
@@ -230,6 +270,22 @@ def test_equal_rewards_are_not_called_expected_without_knowing_a_small_size(tmp_
     assert "expected" not in said
     assert "equal within noise" in said
     assert "after 30 shared steps" in said
+
+
+def test_every_figure_says_of_which_steps_it_is(pair):
+    comparison = compare(pair)
+    assert "over the last 10 shared steps" in comparison.verdict.lead
+    assert SUMMARY_STEPS in " ".join(text_of(comparison).split())
+    assert "(means of the first and last 10 steps) over 30 steps" in compare(pair[:1]).verdict.lead
+
+
+def test_a_reward_ends_alike_in_the_sentence_and_in_the_table_of_a_quickstart(pair):
+    """Both are means of as many steps."""
+    comparison = compare(pair)
+    steps = MetricsReader(pair[0] / "metrics.jsonl").new_steps()
+    values = headline([step for step in steps if step.number > 0])
+    assert f"({short(values['reward_last'])} and " in comparison.verdict.lead
+    assert f"the last {values['reward_steps']} shared steps" in comparison.verdict.lead
 
 
 def test_rewards_apart(tmp_path):
@@ -360,13 +416,14 @@ def test_a_run_whose_every_log_prob_is_missing_says_so(tmp_path):
 
 def test_one_run(tmp_path):
     assert re.fullmatch(
-        r"Reward rises from 0\.\d+ to 0\.\d+ over 30 steps; "
+        r"Reward rises from 0\.\d+ to 0\.\d+ \(means of the first and last 10 steps\) over 30 steps; "
         r"the rollout equals the trainer bit for bit on all [\d,]+ tokens\.",
         lead(write_run(tmp_path / "vexact")),
     )
     falling = write_run(tmp_path / "down", rollout="stock", collapse_at=3)
     assert re.match(
-        r"Reward falls from 0\.\d+ to .* over 30 steps; the rollout differs on \d+\.\d % of its tokens", lead(falling)
+        r"Reward falls from 0\.\d+ to .* over 30 steps; the rollout differs on \d+\.\d % of its [\d,]+ tokens",
+        lead(falling),
     )
     level = set_reward(write_run(tmp_path / "level"), lambda step: 0.5 + 0.01 * (-1) ** step)
     assert lead(level).startswith("Reward stays level from ")
@@ -383,7 +440,10 @@ def test_many_runs(tmp_path, pair):
         write_run(tmp_path / "d", rollout="stock", delta=1e-2),
     ]
     said = lead(*paths)
-    assert re.search(r"while mean \|d\| in nats is stock 0\.\S+ \(largest 0\.\S+\), c 0\.\S+ \(.*\) and d 0\.\S+", said)
+    assert re.search(
+        r"while mean \|d\| over all tokens, in nats, is stock 0\.\S+ \(largest 0\.\S+\), c 0\.\S+ \(.*\) and d 0\.\S+",
+        said,
+    )
 
 
 def test_rewards_are_paired_by_step():

@@ -220,3 +220,10 @@ def test_the_command(tmp_path):
     assert missing.exit_code == 2
     assert "no dump of step 99" in " ".join(missing.stderr.split())
     assert runner.invoke(app, ["report", str(tmp_path / "nothing")]).exit_code == 2
+
+
+def test_no_table_of_the_command_has_an_empty_row_of_heads(tmp_path):
+    run = write_dumps(write_run(tmp_path / "run", rollout="stock", steps=4), offset(0.05))
+    shown = CliRunner().invoke(app, ["report", str(run), "--out", str(tmp_path / "out")]).stdout
+    assert "statistic" in shown
+    assert not [line for line in shown.splitlines() if line.startswith("┃") and not line.replace("┃", "").strip()]

@@ -33,7 +33,7 @@ def test_runs_equal_but_for_the_seed_are_grouped(six):
         ("vexact (3 seeds)", (3, 4, 5)),
     ]
     assert comparison.baseline.name == "vexact (3 seeds)"
-    assert comparison.differences == []
+    assert comparison.what.settings == []
     assert comparison.to_dict()["groups"][0] == {
         "name": "stock (3 seeds)",
         "runs": ["stock-s1", "stock-s2", "stock-s3"],

@@ -167,17 +167,17 @@ def told(tmp_path_factory):
 
 def test_what_verl_fills_in_before_it_tells_a_tracker_is_no_difference(told):
     """The folder of a run and its wandb run are one run; a user's own change there still counts."""
-    assert compare(told, names=["folder", "wandb"]).differences == []
+    assert compare(told, names=["folder", "wandb"]).what.settings == []
     run, wandb = told
     (run / "config.yaml").write_text((run / "config.yaml").read_text().replace("temperature: 1.0", "temperature: 0.7"))
-    (found,) = compare([run, wandb], names=["folder", "wandb"]).differences
+    (found,) = compare([run, wandb], names=["folder", "wandb"]).what.settings
     assert found.key == "actor_rollout_ref.rollout.temperature"
 
 
 def test_between_run_folders_every_key_counts(tmp_path):
     key = "actor_rollout_ref.actor.optim.total_training_steps"
     runs = [write_run(tmp_path / str(steps), steps=6, config={key: steps}) for steps in (6, 600)]
-    assert [d.key for d in compare(runs).differences] == [key]
+    assert [d.key for d in compare(runs).what.settings] == [key]
 
 
 def test_a_baseline_is_made_from_what_a_tracker_was_told(told):

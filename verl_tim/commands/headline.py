@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from statistics import mean, median
 from typing import Any
 
+from verl_tim.diagnosis.ends import end_steps
 from verl_tim.launch.process import Step
 
 REWARD = "critic/score/mean"
@@ -34,14 +35,14 @@ def mismatch_of(metrics: dict[str, Any]) -> float | None:
     return metrics.get(FRESH_MISMATCH if metrics.get(OLDEST) else MISMATCH)
 
 
-def headline(steps: Sequence[Step], edge: int = 5) -> dict[str, Any]:
-    """Reward (mean of the first and last `edge` steps, fewer where those would overlap: `reward_steps`), validation,
-    largest mismatch, seconds per step.
+def headline(steps: Sequence[Step]) -> dict[str, Any]:
+    """Reward (mean of the first and of the last `reward_steps` steps, as many as a comparison takes: `end_steps`),
+    validation, largest mismatch, seconds per step (median, without the first).
 
     A number that the run did not log is None.
     """
     rewards = [step.metrics[REWARD] for step in steps if REWARD in step.metrics]
-    edge = max(1, min(edge, len(rewards) // 2))
+    edge = end_steps(len(rewards))
     validations = [value for step in steps if (value := validation_of(step.metrics)) is not None]
     mismatches = [value for step in steps if (value := mismatch_of(step.metrics)) is not None]
     # the first step compiles and warms caches

@@ -100,10 +100,10 @@ def print_text(text: str) -> None:
 
 
 def table(title: str | None, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """A table on stdout; cells may hold rich renderables."""
+    """A table on stdout; cells may hold rich renderables. Columns without names have no row for them."""
     from rich.table import Table
 
-    result = Table(title=title, title_justify="left")
+    result = Table(title=title, title_justify="left", show_header=any(columns))
     for column in columns:
         result.add_column(column, overflow="fold")
     for row in rows:

@@ -21,6 +21,7 @@ HELP = (
 NEEDS_ARGUMENTS = False
 
 RECIPE = "cpu_grpo"
+_COLUMNS = ("validation, first and last", "largest mismatch, nats", "s per step, median")
 EXACT, PEERS = "vexact", ("stock", "vllm")
 WHAT = {
     "vexact": "equal to the trainer's log-probs, bit for bit",
@@ -178,7 +179,7 @@ def _summary(folder: Path, configs: dict[str, DictConfig]) -> None:
                 number(values["seconds_per_step"]),
             )
         )
-    table("", ("rollout", reward_title(steps), "validation", "largest mismatch, nats", "s per step"), rows)
+    table("", ("rollout", reward_title(steps), *_COLUMNS), rows)
 
 
 def _say(number: str, text: str) -> None:

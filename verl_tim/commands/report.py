@@ -57,7 +57,7 @@ def command(
         stdout().print(report.comparison.verdict.lead)
         rows = [(name, percent(v) if name.startswith("above") else short(v)) for name, v in report.tail.items()]
         if rows:
-            table(f"|d| of {len(report.known):,} dumped tokens, nats", ("", ""), rows)
+            table(f"|d| of {len(report.known):,} dumped tokens, nats", ("statistic", "value"), rows)
         _print_worst(report.worst[:SHOWN])
         if report.flips:
             most = sorted(report.flips.items(), key=lambda item: -item[1])[:SHOWN]

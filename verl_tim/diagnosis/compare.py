@@ -11,7 +11,6 @@ from typing import Any
 
 from rich.console import RenderableType
 
-from verl_tim.diagnosis.config_diff import FILLED_KEYS, diff_configs
 from verl_tim.diagnosis.curves import (
     DELTA_MAX,
     DELTA_MEAN,
@@ -23,16 +22,23 @@ from verl_tim.diagnosis.curves import (
     validation_names,
 )
 from verl_tim.diagnosis.early_warning import BandRule, Departure, early_warning
-from verl_tim.diagnosis.groups import SEED_KEY, Group, named_groups, seed_groups
-from verl_tim.diagnosis.manifest import Difference, Manifest, diff
+from verl_tim.diagnosis.groups import Group, named_groups, seed_groups
+from verl_tim.diagnosis.manifest import Difference, Manifest
 from verl_tim.diagnosis.metric_log import MetricLog, RunFolderError
 from verl_tim.diagnosis.run import Run, tracked_name
 from verl_tim.diagnosis.smoothing import Smoothing
 from verl_tim.diagnosis.speed import Speed, speed
 from verl_tim.diagnosis.verdict import Exactness, Verdict, exactness, judge
+from verl_tim.diagnosis.what_differs import WhatDiffers, all_differences
 
 NO_BASELINE = (
     "No run here has an exact rollout: name the baseline (--baseline RUN) to see which signal leaves its band."
+)
+
+
+SUMMARY_STEPS = (
+    "first and last: the metric at the first and the last step that logged it; mean: over all steps that did, each "
+    "counted once, while sentences weigh every token alike."
 )
 
 
@@ -75,8 +81,7 @@ class Comparison:
         units: one run per group; of several seeds, with their pooled metrics (Group.log).
         baseline: the group that the others are held against, or None.
         warnings: which signal leaves the baseline's band when.
-        differences: from manifests and configs, without the rollout and, where seeds are grouped, the seed.
-        rollout_differences: what the change of rollout consists of.
+        what: what differs between them.
         disagreements: run -> facts in which processes of one side differ from each other.
     """
 
@@ -86,10 +91,8 @@ class Comparison:
     options: Options
     baseline: Group | None
     warnings: list[Departure]
-    differences: list[Difference]
-    rollout_differences: list[Difference]
+    what: WhatDiffers
     disagreements: dict[str, list[str]]
-    unknown: list[str]
     speeds: list[Speed]
     states: list[Exactness]
     verdict: Verdict
@@ -137,9 +140,10 @@ class Comparison:
                 "signals": [asdict(departure) for departure in self.warnings],
             },
             "smoothing": str(self.options.smoothing) if self.options.smoothing else None,
-            "differences": [{"key": d.key, "values": d.values} for d in self.differences],
-            "rollout_differences": [{"key": d.key, "values": d.values} for d in self.rollout_differences],
-            "not_compared": self.unknown,
+            "differences": [{"key": d.key, "values": d.values} for d in self.what.settings],
+            "same_rollout": self.what.one_rollout,
+            "rollout_differences": [{"key": d.key, "values": d.values} for d in self.what.rollout],
+            "not_compared": self.what.unknown,
             "disagreements": self.disagreements,
             "mismatch": {run.name: vars(state) for run, state in zip(self.runs, self.states, strict=True)},
             "speed": {run.name: vars(speed) for run, speed in zip(self.runs, self.speeds, strict=True)},
@@ -196,10 +200,7 @@ def compare(
     groups = _groups(runs, options)
     units = [replace(runs[g.members[0]], name=g.name, log=g.log()) for g in groups]
     baseline = _baseline(groups, units, options.baseline)
-    differences, unknown = _differences(runs)
-    if any(len(group.members) > 1 for group in groups):
-        differences = [d for d in differences if not SEED_KEY.fullmatch(d.key)]
-    found = [d for d in differences if not d.of_rollout]
+    what = WhatDiffers.of(runs, seeds=any(len(group.members) > 1 for group in groups))
     return Comparison(
         runs=runs,
         groups=groups,
@@ -207,17 +208,15 @@ def compare(
         options=options,
         baseline=baseline,
         warnings=early_warning(groups, baseline, options.band) if baseline else [],
-        differences=found,
-        rollout_differences=[d for d in differences if d.of_rollout],
+        what=what,
         disagreements={
             run.name: lines
             for run in runs
             if run.manifest is not None and (lines := _process_disagreements(run.manifest))
         },
-        unknown=unknown,
         speeds=[speed(run.log) for run in runs],
         states=[exactness(run.log) for run in runs],
-        verdict=judge(units, len(found), {g.name: {runs[at].name: runs[at].log for at in g.members} for g in groups}),
+        verdict=judge(units, what, {g.name: {runs[at].name: runs[at].log for at in g.members} for g in groups}),
     )
 
 
@@ -261,7 +260,7 @@ def _groups(runs: Sequence[Run], options: Options) -> list[Group]:
 
         def between(one: int, other: int) -> list[Difference] | None:
             pair = [runs[one], runs[other]]
-            differences, unknown = _differences(pair)
+            differences, unknown = all_differences(pair)
             return None if unknown else differences
 
         found = seed_groups(names, between)
@@ -278,63 +277,6 @@ def _baseline(groups: Sequence[Group], units: Sequence[Run], name: str | None) -
             return group
     known = ", ".join(group.name for group in groups)
     raise ValueError(f"baseline {name!r} is none of the runs compared: {known}")
-
-
-def _differences(runs: Sequence[Run]) -> tuple[list[Difference], list[str]]:
-    """Differences from manifests and configs, and what could not be compared."""
-    unknown: list[str] = []
-    if len(runs) < 2:
-        return [], unknown
-    found: list[Difference] = []
-    manifests = {run.name: run.manifest for run in runs if run.manifest is not None}
-    if len(manifests) == len(runs):
-        found += diff(manifests, include_rollout=True)
-    else:
-        lacking = [run.name for run in runs if run.manifest is None]
-        unknown.append(f"No manifest in {', '.join(lacking)}: what ran there is known from its config at best.")
-    configs = {run.name: run.config for run in runs if run.config is not None}
-    if len(configs) == len(runs):
-        from_config = diff_configs(configs, include_rollout=True)
-        if len({run.tracked for run in runs}) > 1:
-            from_config = [d for d in from_config if not FILLED_KEYS.fullmatch(d.key)]
-        # The manifest says the same of these, from the processes themselves.
-        told = {d.key for d in found}
-        own = [
-            d for d in from_config if _SAME_IN_MANIFEST.get(d.key) not in told and _correction_key(d.key) not in told
-        ]
-        values = {d.key: d.values for d in own}
-        found += [d for d in own if values.get(_mirrored(d.key) or "") != d.values]
-    else:
-        lacking = [run.name for run in runs if run.config is None]
-        unknown.append(f"No config.yaml in {', '.join(lacking)}: settings cannot be compared.")
-    return found, unknown
-
-
-# Key of a config -> fact of the manifest.
-_SAME_IN_MANIFEST = {
-    "tim.trainer_numerics": "run.trainer_numerics",
-    "tim.choices.correction": "run.correction",
-    "actor_rollout_ref.actor.policy_loss.loss_mode": "correction.loss_mode",
-    **{f"tim.choices.{name}": f"run.{name}" for name in ("task", "recipe", "rollout")},
-}
-# The trainer's correction, and the copy of it that its workers read.
-_CORRECTION, _WORKERS_CORRECTION = (
-    "algorithm.rollout_correction.",
-    "actor_rollout_ref.actor.policy_loss.rollout_correction.",
-)
-
-
-def _correction_key(key: str) -> str | None:
-    """The manifest's name of a key of the correction, for any other None."""
-    for prefix in (_CORRECTION, _WORKERS_CORRECTION):
-        if key.startswith(prefix):
-            return f"correction.{key.removeprefix(prefix)}"
-    return None
-
-
-def _mirrored(key: str) -> str | None:
-    """What a key of the workers' copy of the correction is the copy of, for any other None."""
-    return _CORRECTION + key.removeprefix(_WORKERS_CORRECTION) if key.startswith(_WORKERS_CORRECTION) else None
 
 
 def shown(value: Any) -> str:

@@ -13,9 +13,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from verl_tim.diagnosis.compare import NO_BASELINE, Comparison, shown
-from verl_tim.diagnosis.early_warning import Departure
-from verl_tim.diagnosis.formats import short, written
+from verl_tim.diagnosis.band_words import band_cells, band_notes, changed, left
+from verl_tim.diagnosis.compare import NO_BASELINE, SUMMARY_STEPS, Comparison, shown
+from verl_tim.diagnosis.formats import written
 
 NAME_WIDTH = 6  # at least so many letters of a name stand on one line
 BORDER = 3  # what a column takes beside its text: a rule and a blank on either side
@@ -30,8 +30,8 @@ def comparison_table(comparison: Comparison) -> Group:
     parts += [Text(f"- {note}", style="yellow") for note in verdict.notes]
     parts += _differences(comparison)
     if len(comparison.groups) > 1:
-        parts.append(_early_warning(comparison))
-    parts.append(_Summary(comparison))
+        parts += _early_warning(comparison)
+    parts += [_Summary(comparison), Text(SUMMARY_STEPS, style="dim")]
     return Group(*parts)
 
 
@@ -75,23 +75,24 @@ class _Summary:
 
 
 def _differences(comparison: Comparison) -> list[Any]:
+    what = comparison.what
     parts: list[Any] = []
-    if comparison.differences:
-        table = Table(title="What differs besides the rollout", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    if what.rows:
+        table = Table(title=what.title, title_justify="left", box=None, padding=(0, 2, 0, 0))
         table.add_column("setting", overflow="fold")
         for run in comparison.runs:
             table.add_column(run.name, overflow="fold")
-        for d in comparison.differences:
+        for d in what.rows:
             table.add_row(d.key, *(shown(d.values[run.name]) for run in comparison.runs))
         parts.append(table)
-    elif len(comparison.runs) > 1 and not comparison.unknown:
-        parts.append(Text("Nothing but the rollout differs between the runs.", style="green"))
-    return parts + [Text(f"- {name}", style="yellow") for name in comparison.unknown]
+    elif len(comparison.runs) > 1 and (nothing := what.nothing()) is not None:
+        parts.append(Text(nothing, style="green"))
+    return parts + [Text(f"- {name}", style="yellow") for name in what.unknown]
 
 
-def _early_warning(comparison: Comparison) -> Any:
+def _early_warning(comparison: Comparison) -> list[Any]:
     if comparison.baseline is None:
-        return Text(f"- {NO_BASELINE}", style="yellow")
+        return [Text(f"- {NO_BASELINE}", style="yellow")]
     title = f"What leaves {comparison.baseline.name}'s band first ({comparison.band_text()})"
     table = Table(title=title, title_justify="left")
     for name in ("leaves at step", "signal", "changes at step", "value", "band"):
@@ -102,27 +103,5 @@ def _early_warning(comparison: Comparison) -> Any:
             table.add_row("", Text(run, style="bold"))
         for d in departures:
             table.add_row(left(d), d.signal, changed(d), *band_cells(d))
-    return table
-
-
-def left(departure: Departure) -> str:
-    """The step, or why there is none."""
-    return str(departure.step) if departure.step is not None else departure.state
-
-
-def band_cells(departure: Departure) -> tuple[str, str]:
-    """Value and band where it left."""
-    if departure.step is None or departure.band is None:
-        return "", ""
-    value = "not finite" if departure.value is None else short(departure.value)
-    low, high = departure.band
-    return value, short(low) if departure.sharp else f"{short(low)} … {short(high)}"
-
-
-def changed(departure: Departure) -> str:
-    """For a band without width, when the run leaves its own first steps."""
-    if not departure.sharp:
-        return ""
-    if departure.changed is not None:
-        return str(departure.changed)
-    return "–" if departure.settled else "too short"
+    notes = band_notes(comparison.warnings, comparison.options.band)
+    return [table, *(Text(note, style="dim") for note in notes)]

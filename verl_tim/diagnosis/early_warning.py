@@ -66,6 +66,16 @@ class BandRule:
         if self.consecutive < 1:
             raise ValueError(f"band steps is {self.consecutive}: give at least 1")
 
+    @property
+    def steps_to_leave(self) -> int:
+        """Logged steps that it takes to tell whether a signal leaves; a band alone takes three."""
+        return max(3, self.consecutive)
+
+    @property
+    def steps_to_change(self) -> int:
+        """Logged steps that it takes to tell whether a run leaves its own first ones."""
+        return self.window + self.consecutive
+
     def text(self, seeds: int) -> str:
         """The definition in words."""
         of = f"mean ± {self.z:g} standard deviations over {seeds} seeds"
@@ -87,6 +97,7 @@ class Departure:
         changed: for a sharp band, the first step outside the band of the run's own first steps; None if it stays in
             it, or if there are too few steps behind those (`settled` False).
         settled: for a sharp band, whether the run is long enough to tell.
+        steps: that logged the signal in the run, of several seeds in all of them.
     """
 
     run: str
@@ -99,6 +110,7 @@ class Departure:
     sharp: bool = False
     changed: int | None = None
     settled: bool = True
+    steps: int = 0
 
 
 def band_of(baseline: Group, names: tuple[str, ...], rule: BandRule) -> pd.DataFrame:
@@ -124,7 +136,7 @@ def departure(group: Group, baseline: Group, signal: Signal, rule: BandRule) -> 
     metric = next((n for n in signal.names for log in group.logs if log.series(n)[0]), signal.names[0])
 
     def found(state: State, **more: object) -> Departure:
-        return Departure(group.name, signal.label, metric, state, **more)  # type: ignore[arg-type]
+        return Departure(group.name, signal.label, metric, state, steps=len(values), **more)  # type: ignore[arg-type]
 
     values = group.shared(signal.names).mean(axis=1)
     # a step where a run logged NaN or an infinity counts as one, even if another seed's value is finite
@@ -138,7 +150,7 @@ def departure(group: Group, baseline: Group, signal: Signal, rule: BandRule) -> 
         return found("too short")
     band = band.loc[shared]
     sharp = bool((band.high - band.low <= 4 * ROUNDING * band.high.abs()).all())
-    settled = len(values) >= rule.window + rule.consecutive
+    settled = len(values) >= rule.steps_to_change
     changed = _change(values, rule) if sharp and settled else None
     values = values[shared]
     step = _first_outside(values, band, rule)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from verl_tim.diagnosis.compare import NO_BASELINE, Comparison, summarise
-from verl_tim.diagnosis.compare_table import band_cells, changed, left
+from verl_tim.diagnosis.band_words import band_cells, band_notes, changed, left
+from verl_tim.diagnosis.compare import NO_BASELINE, SUMMARY_STEPS, Comparison, summarise
 from verl_tim.diagnosis.early_warning import SIGNALS, band_of
 from verl_tim.diagnosis.figures import Overlay, build_sections
 from verl_tim.diagnosis.formats import count, percent, short
@@ -53,9 +53,11 @@ def render_page(comparison: Comparison) -> str:
             }
             for d in comparison.warnings
         ],
+        band_notes=band_notes(comparison.warnings, comparison.options.band),
         no_baseline=NO_BASELINE,
         stages=_stages(comparison),
         summary=comparison.summary(),
+        summary_steps=SUMMARY_STEPS,
         samples=sample_rows(comparison.runs),
         manifest_rows=manifest_rows(comparison.runs),
         metric_groups=metric_groups(comparison.runs),
@@ -100,13 +102,13 @@ def run_card(run: Run) -> dict[str, Any]:
     for row in summarise([run]):
         first, last, _ = row.values[0]
         if row.label in ("reward", "validation") and last is not None:
-            facts.append((row.label, f"{short(first)} → {short(last)}"))
+            facts.append((f"{row.label}, first and last step", f"{short(first)} → {short(last)}"))
     if state.delta_max is not None:
         facts.append(("largest |d|", f"{short(state.delta_max)} nats"))
     if times.step_seconds is not None:
-        facts.append(("step time", f"{short(times.step_seconds)} s"))
+        facts.append(("median step time", f"{short(times.step_seconds)} s"))
     if times.tokens_per_second is not None:
-        facts.append(("tokens per second", short(times.tokens_per_second)))
+        facts.append(("median tokens per second", short(times.tokens_per_second)))
     if times.rollout_share is not None:
         facts.append(("time in rollout", percent(times.rollout_share)))
     parameters = run.manifest.parameters if run.manifest else None

@@ -9,11 +9,13 @@ from statistics import fmean, stdev, variance
 from typing import TYPE_CHECKING, Literal
 
 from verl_tim.diagnosis.curves import DELTA_MAX, DELTA_MEAN, EXACT_FRACTION, PROBS_MAX, REWARD, first_logged
+from verl_tim.diagnosis.ends import end_steps
 from verl_tim.diagnosis.formats import count, listed, percent, short
 from verl_tim.diagnosis.metric_log import MetricLog
 
 if TYPE_CHECKING:
     from verl_tim.diagnosis.run import Run
+    from verl_tim.diagnosis.what_differs import WhatDiffers
 
 Seeds = Mapping[str, Mapping[str, MetricLog]]  # what a curve stands for -> its runs by name, one or several
 
@@ -119,7 +121,7 @@ def compare_rewards(runs: Seeds) -> RewardComparison:
     curves = {run: {s: fmean(one[s] for one in each) for s in shared} for run, each in of_seeds.items()}
     if len(shared) < MIN_SHARED_STEPS:
         return RewardComparison("too_short", len(shared))
-    window = shared[-max(3, min(10, len(shared) // 3)) :]
+    window = shared[-end_steps(len(shared)) :]
     ends = {run: fmean(curve[step] for step in window) for run, curve in curves.items()}
     high, low = max(ends, key=lambda run: ends[run]), min(ends, key=lambda run: ends[run])
     if all(len({curve[step] for curve in curves.values()}) == 1 for step in shared):
@@ -150,12 +152,12 @@ class Verdict:
     alerts: list[str]
 
 
-def judge(runs: Sequence[Run], differences: int, seeds: Seeds) -> Verdict:
+def judge(runs: Sequence[Run], what: WhatDiffers, seeds: Seeds) -> Verdict:
     """Say what the runs show.
 
     Args:
         runs: at least one, with distinct names.
-        differences: how many settings differ besides the rollout.
+        what: what differs between them.
         seeds: of each run, by its name, what it stands for.
     """
     states = {run.name: exactness(run.log) for run in runs}
@@ -187,11 +189,8 @@ def judge(runs: Sequence[Run], differences: int, seeds: Seeds) -> Verdict:
     if len(runs) == 1:
         return Verdict(_one_run(runs[0], states[runs[0].name]), notes, alerts)
     rewards = compare_rewards(seeds)
-    if differences:
-        settings = "1 other setting" if differences == 1 else f"{differences} other settings"
-        notes.insert(
-            0, f"The runs differ in {settings} besides the rollout, so a difference is not the rollout's alone."
-        )
+    if (told := what.note()) is not None:
+        notes.insert(0, told)
     elif rewards.kind == "apart" and min(map(len, seeds.values())) > 1:
         notes.insert(
             0,
@@ -199,10 +198,13 @@ def judge(runs: Sequence[Run], differences: int, seeds: Seeds) -> Verdict:
             "interval).",
         )
     elif rewards.kind == "apart":
+        why = (
+            "nothing that was compared differs between the runs, so nothing but chance is known to have made it."
+            if what.one_rollout
+            else "runs with other seeds would tell whether it is the rollout or chance."
+        )
         notes.insert(
-            0,
-            f"The gap of {short(rewards.gap)} is above the step-to-step noise of ±{short(rewards.noise)}; runs with "
-            "other seeds would tell whether it is the rollout or chance.",
+            0, f"The gap of {short(rewards.gap)} is above the step-to-step noise of ±{short(rewards.noise)}; {why}"
         )
     lengths = {run.name: run.steps for run in runs}
     if len(set(lengths.values())) > 1:
@@ -248,7 +250,8 @@ def _rewards(runs: Sequence[Run], rewards: RewardComparison) -> str:
     if rewards.kind == "identical":
         said, after = f"Rewards are identical at all {rewards.shared} shared steps", ""
     else:
-        said = f"Rewards end equal within noise ({listed([short(end) for end in ends.values()])})"
+        told = listed([short(end) for end in ends.values()])
+        said = f"Rewards end equal within noise ({told}, over the last {rewards.window} shared steps)"
         after = f" after {rewards.shared} shared steps"
     size = _size(runs)
     if size is not None and size < SMALL_MODEL:
@@ -274,7 +277,8 @@ def _mismatches(states: dict[str, Exactness], rewards: RewardComparison) -> str:
         sizes = [
             f"{name} {short(state.delta_mean)} (largest {short(state.delta_max)})" for name, state in apart.items()
         ]
-        parts.append(f"mean |d| in nats is {listed(sizes)}")
+        over = "tokens" if all(state.tokens is not None for state in apart.values()) else "steps"
+        parts.append(f"mean |d| over all {over}, in nats, is {listed(sizes)}")
     told = ", while ".join(parts) if len(parts) == 2 else listed(parts)
     if exact and apart:
         where = "the mismatch shows in the log-probs" if rewards.kind in ("equal", "identical") else "in the log-probs"
@@ -304,7 +308,8 @@ def _how_far(state: Exactness) -> str:
     size = " and ".join(parts)
     if state.exact_fraction is None:
         return f"differs {size}".rstrip()
-    return f"differs on {percent(1 - state.exact_fraction)} of its tokens{', ' * bool(size)}{size}"
+    tokens = "tokens" if state.tokens is None else f"{state.tokens:,} tokens"
+    return f"differs on {percent(1 - state.exact_fraction)} of its {tokens}{', ' * bool(size)}{size}"
 
 
 def _ratio(apart: dict[str, Exactness]) -> str:
@@ -319,12 +324,13 @@ def _one_run(run: Run, state: Exactness) -> str:
     name = first_logged(REWARD, [run.log])
     values = run.log.series(name)[1] if name else []
     if len(values) >= MIN_SHARED_STEPS:
-        window = max(3, min(10, len(values) // 3))
+        window = end_steps(len(values))
         first, last = fmean(values[:window]), fmean(values[-window:])
         moved = last - first
         spread = math.sqrt((stdev(values[:window]) ** 2 + stdev(values[-window:]) ** 2) / window)
         verb = "rises" if moved > 2 * spread else "falls" if -moved > 2 * spread else "stays level"
-        said = f"Reward {verb} from {short(first)} to {short(last)} over {run.steps} steps"
+        ends = f"from {short(first)} to {short(last)} (means of the first and last {window} steps)"
+        said = f"Reward {verb} {ends} over {run.steps} steps"
     elif values:
         said = f"Reward is {short(values[-1])} after {len(values)} step{'s' * (len(values) != 1)}"
     else:

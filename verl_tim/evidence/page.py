@@ -61,7 +61,7 @@ def render(evidence: Evidence) -> str:
         missing=sorted({name.pair for name in PLANNED} - {name.pair for name in finished}),
         early=_ended_early(evidence),
         not_finite=_not_finite(evidence),
-        not_compared=[f"{pair.name}: {line}" for pair in evidence.pairs for line in pair.comparison.unknown],
+        not_compared=[f"{pair.name}: {line}" for pair in evidence.pairs for line in pair.comparison.what.unknown],
         otherwise=_otherwise(evidence),
         seeds={pair.name: {g.name: len(g.logs) for g in pair.comparison.groups} for pair in evidence.pairs},
         absent={pair.name: [v for v in VARIANTS if pair.group(v) is None] for pair in evidence.pairs},
@@ -151,7 +151,7 @@ def _differences(evidence: Evidence) -> list[str]:
     """Settings that differ within a pair besides rollout, seed and correction: a fair comparison has none."""
     found: dict[str, None] = {}
     for pair in evidence.pairs:
-        for difference in pair.comparison.differences:
+        for difference in pair.comparison.what.settings:
             if not _OF_CORRECTION.search(difference.key):
                 found[f"{pair.name}: `{difference.key}`"] = None
     return list(found)

@@ -11,9 +11,9 @@ from statistics import fmean
 
 import numpy as np
 
+from verl_tim.diagnosis.band_words import STAYED, changed
 from verl_tim.diagnosis.calibrate import calibrate
 from verl_tim.diagnosis.calibrate_page import bound
-from verl_tim.diagnosis.compare_table import changed
 from verl_tim.diagnosis.drift import DriftError, forecast, pull_of
 from verl_tim.diagnosis.dumped import Dumped
 from verl_tim.diagnosis.early_warning import SIGNALS, Departure
@@ -89,8 +89,11 @@ def first_to_leave(evidence: Evidence) -> Table:
 
 def _when(d: Departure) -> str:
     if d.state != "left":
-        return {"stayed": "stays"}.get(d.state, d.state)
-    return f"{d.step} ({changed(d)})" if d.sharp else str(d.step)
+        return {STAYED: "stays"}.get(d.state, d.state)
+    if not d.sharp:
+        return str(d.step)
+    own = changed(d)
+    return f"{d.step} ({NONE if own == STAYED else own})"
 
 
 def tail(evidence: Evidence) -> Table:
