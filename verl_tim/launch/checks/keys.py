@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -54,15 +54,22 @@ def check(config: DictConfig) -> Iterator[Finding]:
 # Arguments of a library's function, which may have more than verl's YAML names, and what the correction checks itself.
 _NOT_VERLS = ("ray_kwargs", "algorithm.rollout_correction", "actor_rollout_ref.actor.policy_loss.rollout_correction")
 
-# How alike two names must be for one to be the other misspelt: 1 - 2 / (sum of lengths) is one letter left out.
+# The nodes that verl turns into its config classes inside its workers: a name that the class has not ends the run there.
+CLASSES = ("actor_rollout_ref.actor", "actor_rollout_ref.rollout")
+
+# How alike two long names must be for one to be the other misspelt, where it is more than one slip.
 _MISSPELT = 0.85
+# And where the name is wrong for certain, and only the one that was meant is guessed.
+_GUESSED = 0.6
 
 
 def check_spelling(config: DictConfig) -> Iterator[Finding]:
-    """Keys outside `tim:` that verl does not have and that look like one it has.
+    """Keys outside `tim:` that verl does not have and that look like one it has, or that a config class of verl's
+    refuses.
 
-    On a command line Hydra refuses them; in a YAML, or behind a +, verl passes most of them over in silence. Names that
-    look like nothing known are left alone: verl and its libraries read some that no default config declares.
+    On a command line Hydra refuses them; in a YAML, or behind a +, verl passes most of them over in silence. Outside
+    those classes names that look like nothing known are left alone: verl and its libraries read some that no default
+    config declares.
     """
     from verl_tim.launch.checks.values import defaults_of
 
@@ -72,7 +79,11 @@ def check_spelling(config: DictConfig) -> Iterator[Finding]:
 
 
 def _misspelt(given: Mapping[Any, Any], known: Mapping[Any, Any], prefix: str) -> Iterator[Finding]:
-    fields = _fields(known.get("_target_"))
+    target = known.get("_target_")
+    fields = _fields(target)
+    refuses = (
+        bool(fields) and prefix.startswith(tuple(f"{key}." for key in CLASSES)) and given.get("_target_") == target
+    )
     for name, value in given.items():
         key = f"{prefix}{name}"
         default = known.get(name)
@@ -81,9 +92,39 @@ def _misspelt(given: Mapping[Any, Any], known: Mapping[Any, Any], prefix: str) -
         if isinstance(value, dict) and isinstance(default, dict) and default:
             yield from _misspelt(value, default, f"{key}.")
         elif name not in known and name not in fields:
-            near = difflib.get_close_matches(str(name), sorted({*map(str, known), *fields}), n=1, cutoff=_MISSPELT)
+            near = _meant(str(name), sorted({*map(str, known), *fields}), _GUESSED if refuses else _MISSPELT)
             if near:
-                yield Finding(key, "is not a key of verl", f"did you mean {prefix}{near[0]}?")
+                yield Finding(key, "is not a key of verl", f"did you mean {prefix}{near}?")
+            elif refuses:
+                kind = str(target).rpartition(".")[2]
+                yield Finding(key, f"is not a key of verl, whose {kind} refuses it", "take it out")
+
+
+def _meant(name: str, known: Sequence[str], cutoff: float) -> str:
+    """The known name that `name` is, misspelt; empty where there is none.
+
+    One slip is enough in a name of any length: what is alike by difflib's measure is a long name with a few letters
+    wrong, and to it the two letters of `nmae` are half of `name`.
+    """
+    slips = [one for one in known if _is_one_slip(name, one)]
+    near = slips or difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
+    return near[0] if near else ""
+
+
+def _is_one_slip(name: str, other: str) -> bool:
+    """Whether two names differ by two neighbours in each other's place, one letter too many, or another letter.
+
+    Names of one letter (`n`) are all alike; of two, only those with the same letters.
+    """
+    shorter, longer = sorted((name, other), key=len)
+    if len(longer) == len(shorter):
+        differing = [place for place in range(len(name)) if name[place] != other[place]]
+        if len(differing) == 1:
+            return len(name) > 2
+        first, last = differing[0], differing[-1]
+        return len(differing) == 2 and last == first + 1 and name[first : last + 1] == other[last] + other[first]
+    one_more = len(longer) == len(shorter) + 1 and len(shorter) > 2
+    return one_more and any(longer[:place] + longer[place + 1 :] == shorter for place in range(len(longer)))
 
 
 def _fields(target: Any) -> frozenset[str]:

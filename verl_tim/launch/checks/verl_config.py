@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import io
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 
+from verl_tim.launch.checks import keys
 from verl_tim.launch.errors import Finding
 from verl_tim.training.config import uses_verl_tim
-
-# The nodes that verl turns into dataclasses inside its workers, minutes after the start.
-_DATACLASSES = ("actor_rollout_ref.actor", "actor_rollout_ref.rollout")
 
 
 def check_verl_tim(config: DictConfig) -> Iterator[Finding]:
@@ -29,14 +28,19 @@ def check_verl(config: DictConfig) -> Iterator[Finding]:
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.utils.config import omega_conf_to_dataclass, validate_config
 
-    for key in _DATACLASSES:
+    refused = False
+    # keys that it has not are named one by one by their own check
+    config = _without(config, [finding.key for finding in keys.check_spelling(config)])
+    for key in keys.CLASSES:
         try:
             omega_conf_to_dataclass(OmegaConf.select(config, key))
         except Exception as error:  # Hydra wraps whatever a config class raises
+            refused = True
             yield Finding(
                 key, _reason(error), "see verl's documentation of this group; keys added with + must be known to verl"
             )
-            return
+    if refused:
+        return
     with warnings.catch_warnings():
         # it warns that grpo needs no critic
         warnings.simplefilter("ignore")
@@ -57,6 +61,16 @@ def check_verl(config: DictConfig) -> Iterator[Finding]:
     except (AssertionError, ValueError) as error:
         yield Finding("verl", _reason(error), "change the keys that the message names")
         return
+
+
+def _without(config: DictConfig, names: Sequence[str]) -> DictConfig:
+    """A copy of the config that lacks some keys."""
+    config = copy.deepcopy(config)
+    with open_dict(config):
+        for key in names:
+            group, _, name = key.rpartition(".")
+            del (OmegaConf.select(config, group) if group else config)[name]
+    return config
 
 
 def _reason(error: BaseException) -> str:
