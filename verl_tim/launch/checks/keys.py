@@ -54,7 +54,7 @@ def check(config: DictConfig) -> Iterator[Finding]:
 # Arguments of a library's function, which may have more than verl's YAML names, and what the correction checks itself.
 _NOT_VERLS = ("ray_kwargs", "algorithm.rollout_correction", "actor_rollout_ref.actor.policy_loss.rollout_correction")
 
-# The nodes that verl turns into its config classes inside its workers: a name that the class has not ends the run there.
+# The nodes that verl turns into its config classes inside its workers: an unknown name there ends the run.
 CLASSES = ("actor_rollout_ref.actor", "actor_rollout_ref.rollout")
 
 # How alike two long names must be for one to be the other misspelt, where it is more than one slip.
