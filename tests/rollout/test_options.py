@@ -33,8 +33,14 @@ def options(context=128, **changes):
 
 
 def test_verls_keys_reach_the_engine():
-    engine = {"page_size": 8, "kv_cache_tokens": 512, "num_threads": 2, "in_flight": "keep", "max_restarts": 5}
-    engine |= {"hang_timeout": 90}
+    engine = {
+        "page_size": 8,
+        "kv_cache_tokens": 512,
+        "num_threads": 2,
+        "in_flight": "keep",
+        "max_restarts": 5,
+        "hang_timeout": 90,
+    }
     read = options(engine_kwargs={"vexact": engine})
     engine = read.engine
     assert (engine.numerics, engine.dtype, engine.seed, engine.max_num_seqs) == ("contract", "bfloat16", 7, 16)

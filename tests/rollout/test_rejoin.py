@@ -56,8 +56,9 @@ def model(device, folder, tmp_path_factory):
 
 
 @pytest.fixture
-def servers(cluster, device, model):
-    made = ray.remote(ServerActor)
+def start(cluster, device, model):
+    """Starts a server that is started again `max_restarts` times."""
+    made, started = ray.remote(ServerActor), []
     own = {
         "engine_kwargs": {"vexact": {"kv_cache_tokens": 2048}},
         "gpu_memory_utilization": 0.1,
@@ -67,17 +68,29 @@ def servers(cluster, device, model):
         model[0], load_format="dummy", device=device, ignore_eos=True, response_length=100,
         **(own if device != "cpu" else {}),
     )  # fmt: skip
-    options = dataclasses.replace(options, max_restarts=1, hang_timeout=HANG_TIMEOUT)
     environment = dict.fromkeys(get_platform().ray_noset_envvars(), "1") if device != "cpu" else {}
-    servers = [
-        made.options(
-            max_concurrency=100, max_restarts=1, max_task_retries=-1, runtime_env={"env_vars": environment}
-        ).remote(options, name="vexact", replica_rank=number, shared_memory=BOTH)
-        for number in range(2)
-    ]
-    yield servers
-    for server in servers:
+
+    def one(number, max_restarts):
+        server = made.options(
+            max_concurrency=100,
+            max_restarts=max_restarts,
+            max_task_retries=-1 if max_restarts else 0,
+            runtime_env={"env_vars": environment},
+        ).remote(
+            dataclasses.replace(options, max_restarts=max_restarts, hang_timeout=HANG_TIMEOUT),
+            name="vexact", replica_rank=number, shared_memory=BOTH,
+        )  # fmt: skip
+        started.append(server)
+        return server
+
+    yield one
+    for server in started:
         ray.kill(server)
+
+
+@pytest.fixture
+def servers(start):
+    return [start(number, max_restarts=1) for number in range(2)]
 
 
 @pytest.fixture
@@ -223,5 +236,21 @@ async def test_where_every_engine_fails_their_error_is_told_and_none_is_forgotte
     await step_begins(servers, weights, 2, device)
     for server in servers:
         await server.__ray_call__.remote(break_engine)
+    with pytest.raises(EnginesFailed, match=told):
+        await asyncio.to_thread(a_step)
+
+
+async def test_the_only_server_that_hangs_ends_the_run_and_is_named(start, model, device):
+    _, weights = model
+    server = start(0, max_restarts=0)
+    await step_begins([server], weights, 1, device)
+    await server.__ray_call__.remote(hang)
+    run = RunProcesses({server_name(0): server})
+
+    def a_step():
+        with run.named_when_dead():
+            ray.get(server.generate.remote(PROMPTS[0], dict(SAMPLED), "r0"), timeout=60)
+
+    told = r"server 0 on .*: EngineHangs: one step or call of the engine went on for 20 s .*vexact\.hang_timeout"
     with pytest.raises(EnginesFailed, match=told):
         await asyncio.to_thread(a_step)

@@ -91,7 +91,7 @@ class AsyncEngine:
         # Came while others were being finished, in that order; by future, so that any of many may leave at once.
         self._parked: dict[concurrent.futures.Future, _Parked] = {}
         self._asleep: set[str] = set()
-        self._turns, self._at_work = 0, False
+        self._turns, self._at_work = 0, False  # read by others, through `turns`
         self._thread = threading.Thread(target=self._loop, name="vexact-step", daemon=True)
         self._thread.start()
 

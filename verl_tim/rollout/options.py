@@ -79,9 +79,9 @@ class RolloutOptions:
     hang_timeout: float | None = None
 
 
-def options_key(name: str, option: str = "") -> str:
-    """Where a user sets an option of this engine; without one, all of them."""
-    return ".".join(part for part in (_PREFIX, "engine_kwargs", name, option) if part)
+def options_key(name: str) -> str:
+    """Where a user sets the options of this engine."""
+    return f"{_PREFIX}.engine_kwargs.{name}"
 
 
 def refusals(rollout: Any) -> list[tuple[str, str]]:

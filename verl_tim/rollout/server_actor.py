@@ -63,7 +63,7 @@ class ServerActor(EngineServer):
                 os.getpid(),
             )
         if options.hang_timeout is not None:
-            key = options_key(name, "hang_timeout")
+            key = f"{options_key(name)}.hang_timeout"
             who = f"rollout server {replica_rank}"
             Liveness(who, options.hang_timeout, key, lambda: self.engine.turns, self._end_of_a_hang)
 
