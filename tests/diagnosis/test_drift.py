@@ -148,10 +148,38 @@ def test_a_seed_that_ends_early_makes_no_drift(baseline):
     ended = MetricLog([record for record in low.records if record.step <= 120])
     found = forecast(Group("vllm", (0, 1, 2), (ended, *others)), baseline, pull=PULL)
     assert found.steps == 120
-    assert abs(found.gap) < 0.005
+    assert abs(found.gap.value) < 0.005
     assert not found.parted
     whole = forecast(Group("vllm", (0, 1, 2), (low, *others)), baseline, pull=PULL)
-    assert whole.gap == pytest.approx(found.gap, abs=0.01)
+    assert whole.gap.value == pytest.approx(found.gap.value, abs=0.01)
+
+
+def shifted(log, by):
+    """The run, its reward higher by `by` at every step."""
+    return MetricLog([Record(r.step, {**r.data, REWARD[0]: r.data[REWARD[0]] + by}) for r in log.records])
+
+
+def test_runs_of_one_seed_are_compared_with_each_other():
+    """What a seed's prompts do to its reward is a hundred times what the setting does, and is the same in both."""
+    random = np.random.default_rng(5)
+    exact = [
+        shifted(group("x", lambda s: learning(s) + random.normal(0, 0.1), seeds=1, seed=seed).logs[0], offset)
+        for seed, offset in enumerate((-0.1, 0.0, 0.1))
+    ]
+    baseline = Group("vexact", (0, 1, 2), tuple(exact))
+    logs = [shifted(log, -by) for log, by in zip(exact, (0.001, 0.002, 0.003), strict=True)]
+    # other places, and a seed that the baseline alone has
+    two = Group("vllm", (3, 4), (logs[2], logs[0]))
+    found = forecast(two, baseline, pull=PULL, same_seed=[(0, 2), (1, 0)])
+    assert found.paired == 2
+    assert found.gap.value == pytest.approx(-0.002)
+    assert found.gap.error == pytest.approx(0.001)
+    assert found.slope.value == pytest.approx(0, abs=1e-9)
+    means = forecast(two, baseline, pull=PULL)
+    assert means.paired == 0
+    assert means.gap.error > 20 * found.gap.error
+    one = forecast(Group("vllm", (3,), (logs[2],)), baseline, pull=PULL, same_seed=[(0, 2)])
+    assert (one.gap.value, one.gap.error) == (pytest.approx(-0.003), math.inf)
 
 
 def test_a_reward_that_is_not_finite_ends_what_is_compared(baseline):

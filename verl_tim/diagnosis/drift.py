@@ -2,9 +2,11 @@
 
 Two estimates, of different make:
 
-- **From the reward.** The difference to the zero-mismatch baseline as a straight line over the steps (least squares on
-  means of blocks, so that neighbouring steps count once). It leaves the baseline's seed band, of half-width h, where
-  the line reaches h. It assumes that what the reward does goes on as it did.
+- **From the reward.** The difference to the zero-mismatch baseline as a straight line over the steps (least squares
+  on means of blocks, so that neighbouring steps count once). Runs of one seed see the same prompts in the same order,
+  and are compared with each other: what sets seeds apart is then no difference between settings. It leaves the
+  baseline's seed band, of half-width h, where the line reaches h. It assumes that what the reward does goes on as it
+  did.
 - **From the skew.** The contribution skew s is the part of the loss's pull that comes from the mismatch and not from
   the advantage; P, the mean |A| over tokens of positive advantage plus that over tokens of negative advantage, is the
   whole pull. If that part, rho = |s| / P, moves the policy as fast as its share of the pull, always in one direction,
@@ -19,6 +21,7 @@ A mean that is within two standard errors of 0 gives no expected step, only an e
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -64,7 +67,8 @@ class Forecast:
     Attributes:
         steps: the last that all runs of both logged.
         band: half-width of the band over the last steps, in units of the reward.
-        gap: difference of the two rewards over the last block (run - baseline).
+        gap: difference of the two rewards over the last block (run - baseline), with its error over seeds.
+        paired: how many seeds were compared each with itself; 0: means of all.
         slope: of that difference, per step.
         skew: mean contribution skew; pull: P above; speed: v above, per step.
         by_reward, by_skew: expected step; None where slope or skew is not told from 0.
@@ -75,7 +79,8 @@ class Forecast:
     baseline: str
     steps: int
     band: float
-    gap: float
+    gap: Measured
+    paired: int
     slope: Measured
     skew: Measured
     pull: float
@@ -88,7 +93,7 @@ class Forecast:
     @property
     def parted(self) -> bool:
         """Whether the difference is beyond the band at the end of the runs."""
-        return abs(self.gap) > self.band
+        return abs(self.gap.value) > self.band
 
     @property
     def share(self) -> Measured:
@@ -111,10 +116,19 @@ class Forecast:
         return mean_length * max(1.0, self.factor)
 
 
-def forecast(group: Group, baseline: Group, *, pull: float, rule: BandRule | None = None) -> Forecast:
+def forecast(
+    group: Group,
+    baseline: Group,
+    *,
+    pull: float,
+    rule: BandRule | None = None,
+    same_seed: Sequence[tuple[int, int]] = (),
+) -> Forecast:
     """Estimate when the reward of `group` leaves the band of `baseline`.
 
     Args:
+        same_seed: (place in `group.logs`, place in `baseline.logs`) of runs with the same seed; only these are then
+            compared with each other. Empty: the mean of all with the mean of all.
         pull: P, from `pull_of` or, of advantages whitened to a spread of 1, about 1.6 (normal ones: 2 * 0.8).
         rule: of the band.
 
@@ -127,21 +141,29 @@ def forecast(group: Group, baseline: Group, *, pull: float, rule: BandRule | Non
         raise DriftError(f"{baseline.name}: one run has no seed band; run at least two seeds")
     if not pull > 0:
         raise DriftError(f"pull is {pull}: give the mean |advantage| over both signs, above 0")
-    reward = _common(group, baseline)
-    if len(reward) < 2 * BLOCKS:
+    of_group, of_baseline = _common(group, baseline)
+    if len(of_group) < 2 * BLOCKS:
         raise DriftError(
-            f"{group.name}: {len(reward)} steps that all its runs and those of {baseline.name} logged a reward of, at "
-            f"least {2 * BLOCKS} needed"
+            f"{group.name}: {len(of_group)} steps that all its runs and those of {baseline.name} logged a reward of, "
+            f"at least {2 * BLOCKS} needed"
         )
     skew = mean_of(group.frame(SKEW), group.name)
     band = band_of(baseline, REWARD, rule)
     half_width = float(((band.high - band.low) / 2).tail(WINDOW).mean())
-    difference = reward["run"] - reward["baseline"]
+    if same_seed:
+        mine, others = (list(places) for places in zip(*same_seed, strict=True))
+        differences = pd.DataFrame(of_group.iloc[:, mine].to_numpy() - of_baseline.iloc[:, others].to_numpy())
+        differences.index = of_group.index
+        gap = _over_seeds(_at_end(differences))
+        difference = differences.mean(axis=1)
+    else:
+        difference = of_group.mean(axis=1) - of_baseline.mean(axis=1)
+        each = _over_seeds(_at_end(of_group)), _over_seeds(_at_end(of_baseline))
+        gap = Measured(each[0].value - each[1].value, math.hypot(each[0].error, each[1].error))
     slope = slope_of(difference)
-    gap = float(np.array_split(difference.to_numpy(), BLOCKS)[-1].mean())
-    last = int(reward.index[-1])
-    speed = fastest_gain(reward["baseline"])
-    left = max(half_width - abs(gap), 0.0)
+    last = int(of_group.index[-1])
+    speed = fastest_gain(of_baseline.mean(axis=1))
+    left = max(half_width - abs(gap.value), 0.0)
 
     def after(rate: float) -> float:
         return last + left / rate if rate > 0 else (math.inf if left else float(last))
@@ -151,13 +173,14 @@ def forecast(group: Group, baseline: Group, *, pull: float, rule: BandRule | Non
         return half_width / rate if rate > 0 else math.inf
 
     # a line that runs back to the baseline never leaves on this side
-    leaving = slope.seen and (slope.value * gap > 0 or abs(gap) < half_width)
+    leaving = slope.seen and (slope.value * gap.value > 0 or abs(gap.value) < half_width)
     return Forecast(
         run=group.name,
         baseline=baseline.name,
         steps=last,
         band=half_width,
         gap=gap,
+        paired=len(same_seed),
         slope=slope,
         skew=skew,
         pull=pull,
@@ -219,8 +242,21 @@ def pull_of(advantage_N: np.ndarray) -> float:
     return float(sum(part.mean() for part in signs))
 
 
-def _common(group: Group, baseline: Group) -> pd.DataFrame:
-    """Mean rewards over the steps that every run has: where a seed ends early, the mean of the others jumps by what
-    sets them apart, and that is no drift."""
-    both = {name: g.frame(REWARD).dropna().mean(axis=1) for name, g in (("run", group), ("baseline", baseline))}
-    return pd.DataFrame(both).dropna()
+def _common(group: Group, baseline: Group) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """(step, run) rewards of both over the steps that every run has: where a seed ends early, the mean of the others
+    jumps by what sets them apart, and that is no drift."""
+    frames = group.frame(REWARD).dropna(), baseline.frame(REWARD).dropna()
+    steps = frames[0].index.intersection(frames[1].index)
+    return frames[0].loc[steps], frames[1].loc[steps]
+
+
+def _at_end(frame: pd.DataFrame) -> np.ndarray:
+    """(run,) mean of each column over the last block of steps."""
+    return np.array_split(frame.to_numpy(), BLOCKS)[-1].mean(axis=0)
+
+
+def _over_seeds(value_S: np.ndarray) -> Measured:
+    """Mean and standard error over seeds; of one seed nothing is known of others, and the error is infinite."""
+    seeds = len(value_S)
+    error = float(value_S.std(ddof=1)) / math.sqrt(seeds) if seeds > 1 else math.inf
+    return Measured(float(value_S.mean()), error)

@@ -35,6 +35,17 @@ class Pair:
         """All seeds of a variant; None where none ran."""
         return next((group for group in self.comparison.groups if group.name == variant), None)
 
+    def same_seed(self, group: Group, baseline: Group) -> list[tuple[int, int]]:
+        """(place in the group's logs, place in the baseline's) of runs with the same seed: the same prompts in the same
+        order."""
+        names = list(self.folders)
+        places = {names[member].seed: place for place, member in enumerate(baseline.members)}
+        return [
+            (place, places[seed])
+            for place, member in enumerate(group.members)
+            if (seed := names[member].seed) in places
+        ]
+
     @property
     def variants(self) -> list[str]:
         """Those that ran, in the order of the page."""

@@ -307,7 +307,8 @@ def forecasts(evidence: Evidence) -> Table:
             if group is baseline:
                 continue
             try:
-                f = forecast(group, baseline, pull=pull, rule=pair.comparison.options.band)
+                seeds = pair.same_seed(group, baseline)
+                f = forecast(group, baseline, pull=pull, rule=pair.comparison.options.band, same_seed=seeds)
             except DriftError as error:
                 notes.append(f"{pair.name}: {error}.")
                 continue
@@ -320,7 +321,8 @@ def forecasts(evidence: Evidence) -> Table:
                     pair.name,
                     group.name,
                     "yes" if f.parted else "no",
-                    f"{short(f.gap)} of ±{short(f.band)}",
+                    _with_error(f.gap.value, f.gap.error),
+                    f"±{short(f.band)}",
                     _with_error(f.skew.value, f.skew.error),
                     _share(f.share.most),
                     _steps(f.by_reward, f.earliest_by_reward),
@@ -330,7 +332,7 @@ def forecasts(evidence: Evidence) -> Table:
                 )
             )
     columns = (
-        *("runs", "variant", "parted", "reward's gap at the end", "skew", "share of the pull, at most"),
+        *("runs", "variant", "parted", "reward's gap at the end", "its band", "skew", "share of the pull, at most"),
         *("parts at step, by the reward", "by the skew", "or with a skew of", "or at a length of"),
     )
     # a baseline of one seed says the same of every variant
@@ -406,7 +408,7 @@ def _without_first(log: MetricLog) -> MetricLog:
 
 
 def _with_error(value: float, error: float) -> str:
-    return f"{short(value)} ± {short(error)}"
+    return f"{short(value)} ± {short(error)}" if math.isfinite(error) else f"{short(value)} (one seed)"
 
 
 def _steps(expected: float | None, earliest: float) -> str:
