@@ -55,7 +55,7 @@ COMMANDS = (
     model,
 )
 for module in COMMANDS:
-    app.command(module.NAME, help=module.HELP, no_args_is_help=module.NEEDS_ARGUMENTS)(module.command)
+    app.command(module.NAME, help=module.HELP)(module.command)
 
 GROUPS = (launch, bench, evidence)
 for group in GROUPS:

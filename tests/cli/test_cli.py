@@ -75,6 +75,17 @@ def test_every_command_has_help(command):
     assert "--json" in result.output
 
 
+@pytest.mark.parametrize("command", ["compare", "same", "report", "calibrate", "baseline", "plan", "probe"])
+def test_a_command_alone_says_what_is_missing_and_not_its_whole_help(command):
+    result = runner.invoke(app, [command])
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    said = result.stderr
+    assert any(words in said for words in ("Missing argument", "is not given", "is missing"))
+    assert "Options" not in said
+    assert len(said.splitlines()) <= 5
+
+
 def test_train_runs_and_sums_up(small, fake_verl, tmp_path):
     fake_verl()
     result = runner.invoke(app, ["train", "--json", *small])

@@ -24,7 +24,6 @@ HELP = (
     "follow.\n\n"
     "[dim]verl-tim train recipe=dense_grpo +matrix=paper    [not dim]every run of the paper's comparison[/][/]"
 )
-NEEDS_ARGUMENTS = False
 
 
 def command(

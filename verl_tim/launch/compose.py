@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl_tim.launch.errors import LaunchError
 from verl_tim.launch.recipes import DEFAULT_RECIPE, Recipe, closest, find_recipe, group_options
+from verl_tim.launch.words import refuse_bare
 
 RECIPE_KEY = "recipe="
 _SEVERAL = ("tracker",)  # groups of which a run may take several options
@@ -31,13 +32,7 @@ def split_recipe(overrides: Sequence[str]) -> tuple[Recipe, list[str]]:
     rest = [word for word in overrides if not word.startswith(RECIPE_KEY)]
     if len(named) > 1:
         raise LaunchError.of("recipe", f"given more than once: {', '.join(named)}", "give one recipe")
-    for word in rest:
-        if "=" not in word and not word.startswith("~"):
-            raise LaunchError.of(
-                word,
-                "is not an override",
-                "write KEY=VALUE, for example rollout=vexact or trainer.total_training_steps=20",
-            )
+    refuse_bare(rest)
     return find_recipe(named[0] if named else DEFAULT_RECIPE), rest
 
 
