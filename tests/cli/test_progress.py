@@ -101,3 +101,27 @@ def test_benchmarks_show_that_they_are_at_work(words, line):
     assert result.exit_code == 0, result.output
     assert line in result.stderr
     assert result.stdout.startswith("{")
+
+
+def run_through(console, clock):
+    with RunProgress(console, "run [x]", 2) as shown:
+        shown.on_start("loading verl")
+        clock[0] += 12.4
+        shown.on_start("starting Ray")
+        shown.on_step(Step(1, {"critic/score/mean": 0.5}))
+
+
+def test_a_start_has_lines_with_seconds_where_there_is_no_terminal(clock):
+    shown = io.StringIO()
+    run_through(Console(file=shown, width=200), clock)
+    assert shown.getvalue().splitlines()[:2] == [
+        "run [x]: start, 0 s: loading verl",
+        "run [x]: start, 12 s: starting Ray",
+    ]
+
+
+def test_a_start_on_a_terminal_is_in_the_live_line(clock):
+    shown = io.StringIO()
+    run_through(Console(file=shown, force_terminal=True, width=200), clock)
+    assert "start," not in shown.getvalue()
+    assert "reward 0.5" in shown.getvalue()
