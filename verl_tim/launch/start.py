@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from verl_tim.launch import model_path, prepare, run_folder, underscores
-from verl_tim.launch.checks import all_findings, one_per_key, values
+from verl_tim.launch.checks import all_findings, values
 from verl_tim.launch.compose import compose_config, hydra_for, split_recipe
 from verl_tim.launch.errors import Finding, LaunchError
 from verl_tim.launch.recipes import Recipe
@@ -112,7 +112,7 @@ def _check_structure(config: DictConfig) -> None:
 
 
 def _check(config: DictConfig, folder_is_free: bool) -> None:
-    findings = one_per_key([*model_path.check(config), *all_findings(config)])
+    findings = model_path.in_words(config, all_findings(config))
     _refuse(finding for finding in findings if folder_is_free or finding.key != FOLDER_KEY)
 
 

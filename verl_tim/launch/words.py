@@ -51,6 +51,6 @@ def _put_together(words: Sequence[str], index: int) -> str:
     key = words[index]
     value = next((part for word in words[index + 1 : index + 3] if (part := word.removeprefix("="))), "")
     if key in ("recipe", *group_options()):
-        return f"write {key}={'NAME' if not value or _is_override(value) else value}"
+        return f"write {key}={value}" if value and not _is_override(value) else f"write KEY=VALUE: {key}=NAME"
     dotted = "." in key and not names_a_file(key)
     return f"write {key}={value}" if dotted and value and not _is_override(value) else ""
