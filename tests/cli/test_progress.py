@@ -2,6 +2,8 @@
 
 import io
 import re
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -10,8 +12,10 @@ from typer.testing import CliRunner
 from verl_tim.cli import app
 from verl_tim.commands import progress, verify
 from verl_tim.commands.progress import RunProgress, Work
+from verl_tim.commands.several import RunsProgress, runs_table
 from verl_tim.diagnosis.gate import GateError, Rung, ScenarioResult
 from verl_tim.launch.process import Step
+from verl_tim.launch.side_by_side import RunState, State
 
 runner = CliRunner()
 
@@ -101,3 +105,38 @@ def test_benchmarks_show_that_they_are_at_work(words, line):
     assert result.exit_code == 0, result.output
     assert line in result.stderr
     assert result.stdout.startswith("{")
+
+
+def run_through(console, clock):
+    with RunProgress(console, "run [x]", 2) as shown:
+        shown.on_start("loading verl")
+        clock[0] += 12.4
+        shown.on_start("starting Ray")
+        shown.on_step(Step(1, {"critic/score/mean": 0.5}))
+
+
+def test_a_start_has_lines_with_seconds_where_there_is_no_terminal(clock):
+    shown = io.StringIO()
+    run_through(Console(file=shown, width=200), clock)
+    assert shown.getvalue().splitlines()[:2] == [
+        "run [x]: start, 0 s: loading verl",
+        "run [x]: start, 12 s: starting Ray",
+    ]
+
+
+def test_a_start_on_a_terminal_is_in_the_live_line(clock):
+    shown = io.StringIO()
+    run_through(Console(file=shown, force_terminal=True, width=200), clock)
+    assert "start," not in shown.getvalue()
+    assert "reward 0.5" in shown.getvalue()
+
+
+def test_of_several_runs_each_says_how_far_its_start_is():
+    state = RunState("one", Path("one"), State.RUNNING, 0, 12, stage="starting Ray")
+    shown = io.StringIO()
+    with RunsProgress(Console(file=shown, width=200)) as progress:
+        progress.on_change([state])
+        progress.on_change([replace(state, steps=1, stage="")])
+    assert shown.getvalue().splitlines() == ["one: running  step 0/12  starting Ray"]
+    Console(file=shown, width=200).print(runs_table([state]))
+    assert "running: starting Ray" in shown.getvalue()

@@ -9,13 +9,13 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from tests.engine import faults
 from tests.engine.support import run_all
 from tests.engine.tiny_models import hf_model, save
+from tests.processes import gone, runs
 from verl_tim.engine import (
     AsyncEngine,
     Engine,
@@ -156,18 +156,7 @@ def test_a_worker_ends_with_its_driver():
         worker = int(driver.stdout.readline())
         assert runs(worker)
         driver.kill()
-    until = time.monotonic() + 15
-    while runs(worker) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert not runs(worker)
-
-
-def runs(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"  # ended, and nobody asked for its exit code
+    assert gone(worker, 15)
 
 
 def test_in_an_async_engine(folder):

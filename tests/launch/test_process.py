@@ -44,7 +44,11 @@ def child(monkeypatch, tmp_path):
 def test_steps_arrive_while_it_runs(child, tmp_path):
     child(WRITES_STEPS, "0")
     seen = []
-    outcome = run_verl(tmp_path, on_step=lambda step: seen.append((step.number, time.monotonic())))
+
+    def see(step):
+        seen.append((step.number, time.monotonic()))
+
+    outcome = run_verl(tmp_path, on_step=see, on_start=lambda stage: None)
     assert [number for number, _ in seen] == [0, 1, 2]
     assert seen[2][1] - seen[0][1] > 0.2
     assert outcome.exit_code == 0
@@ -53,9 +57,34 @@ def test_steps_arrive_while_it_runs(child, tmp_path):
     assert outcome.log.read_text() == "verl says goodbye\n"
 
 
+def test_the_stages_of_the_start_arrive_until_the_first_step(child, tmp_path, monkeypatch):
+    monkeypatch.setattr(process, "_POLL_SECONDS", 0.02)
+    monkeypatch.setattr(process, "_AGAIN_SECONDS", 0.3)
+    child(
+        """
+        import json, sys, time
+        print("config: {'a': 'ray init kwargs'}", flush=True)
+        time.sleep(0.2)
+        print("ray init kwargs: {}", flush=True)
+        time.sleep(0.5)
+        print("INFO worker.py:2038 -- Started a local Ray instance.", flush=True)
+        time.sleep(0.2)
+        with open(sys.argv[1] + "/metrics.jsonl", "w") as file:
+            file.write(json.dumps({"step": 0, "data": {}}) + "\\n")
+        time.sleep(0.2)
+        print("(TaskRunner pid=1) colocated worker base class", flush=True)
+        time.sleep(0.2)
+        """
+    )
+    told = []
+    run_verl(tmp_path, on_step=lambda step: told.append(step.number), on_start=told.append)
+    ray = "Ray is up; the trainer's process loads verl and data"
+    assert told == ["loading verl", "starting Ray", "starting Ray", ray, 0], "a long stage is told again"
+
+
 def test_exit_code_is_the_childs(child, tmp_path):
     child(WRITES_STEPS, "7")
-    outcome = run_verl(tmp_path, on_step=lambda step: None)
+    outcome = run_verl(tmp_path, on_step=lambda step: None, on_start=lambda stage: None)
     assert outcome.exit_code == 7
     assert outcome.cause == ("verl says goodbye",)
 
@@ -63,7 +92,7 @@ def test_exit_code_is_the_childs(child, tmp_path):
 @pytest.mark.parametrize(("number", "code"), [("SIGKILL", 137), ("SIGTERM", 143)])
 def test_a_driver_that_was_killed_is_the_cause(child, tmp_path, number, code):
     child(f"import os, signal\nprint('step 3', flush=True)\nos.kill(os.getpid(), signal.{number})")
-    outcome = run_verl(tmp_path, on_step=lambda step: None)
+    outcome = run_verl(tmp_path, on_step=lambda step: None, on_start=lambda stage: None)
     assert outcome.exit_code == code
     (cause,) = outcome.cause
     assert cause.startswith("verl's driver (pid ")
@@ -208,7 +237,7 @@ def test_interrupt_ends_the_whole_tree(child, tmp_path, monkeypatch, manner):
 
     threading.Thread(target=interrupt, daemon=True).start()
     try:
-        outcome = run_verl(tmp_path, on_step=lambda step: None)
+        outcome = run_verl(tmp_path, on_step=lambda step: None, on_start=lambda stage: None)
         assert outcome.exit_code == 130
         grandchild = int((tmp_path / "pid").read_text())
         assert not psutil.pid_exists(grandchild) or psutil.Process(grandchild).status() == psutil.STATUS_ZOMBIE
@@ -231,7 +260,7 @@ def test_a_second_ctrl_c_does_not_cut_the_end_short(child, tmp_path, monkeypatch
 
     threading.Thread(target=interrupt, daemon=True).start()
     before = signal.getsignal(signal.SIGINT)
-    assert run_verl(tmp_path, on_step=lambda step: None).exit_code == 130
+    assert run_verl(tmp_path, on_step=lambda step: None, on_start=lambda stage: None).exit_code == 130
     assert ended(int((tmp_path / "pid").read_text()))
     assert signal.getsignal(signal.SIGINT) is before
 
@@ -248,7 +277,7 @@ open(path + "_", "w").write(str(os.getpid()))
 os.rename(path + "_", path)
 time.sleep(600)
 '''
-process.run_verl(pathlib.Path(sys.argv[1]), on_step=lambda step: None)
+process.run_verl(pathlib.Path(sys.argv[1]), on_step=lambda step: None, on_start=lambda stage: None)
 """
 
 

@@ -1,4 +1,5 @@
 import json
+import re
 
 import pytest
 from typer.testing import CliRunner
@@ -106,6 +107,8 @@ def test_what_does_not_fit_is_refused_with_remedies(tmp_path):
         (["cpu_grpo", "rollout=exact"], "has no option"),
         (["cpu_grpo", "trainer.nnodes=many"], "trainer.nnodes"),
         (["no_such_recipe"], "no_such_recipe"),
+        (["cpu_grop"], "did you mean 'cpu_grpo'?"),
+        (["recipe=cpu_grop"], "did you mean 'cpu_grpo'?"),
         (["cpu_grpo", "--gpu", "H300"], "known: "),
         (["cpu_grpo", "--gpu", "A100"], "A100 80GB"),
         (["cpu_grpo", "--shape", "qwen9"], "qwen3-1.7b"),
@@ -122,6 +125,14 @@ def test_bad_input(words, message):
     assert message in " ".join(result.stderr.split())
 
 
+def test_alone_it_says_what_is_missing_and_not_the_whole_help():
+    result = run()
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert len(result.stderr.splitlines()) == 2
+    assert "verl-tim plan cpu_grpo" in result.stderr
+
+
 def test_unknown_keys_fail_as_they_do_in_train():
     ours, theirs = run("cpu_grpo", "trainer.nnode=2"), runner.invoke(app, ["train", "trainer.nnode=2", "--dry-run"])
     assert (ours.exit_code, theirs.exit_code) == (2, 2)
@@ -136,6 +147,14 @@ def test_recipes_for_a_cpu_are_planned_as_for_a_gpu(recipe):
     assert plan["run"]["steps"] > 1
     assert any("bound by launches" in reason for part in plan["step"]["parts"] for reason in part["basis"])
     assert "as if each of its processes had a GPU" in run(recipe).stderr
+
+
+@pytest.mark.parametrize("words", [["cpu_grpo"], ["cpu_grpo", "--steps", "1"], [*DENSE, *GPU, "--steps", "100"]])
+def test_no_figure_that_is_not_zero_is_shown_as_zero(words):
+    result = run(*words)
+    assert result.exit_code == 0, result.stderr
+    assert not re.search(r"(?<![\d.,])0\.?0*(?=\s|$)(?! tokens computed)", result.stdout), result.stdout
+    assert "GiB" in result.stdout
 
 
 def test_anchors():

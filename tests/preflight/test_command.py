@@ -96,3 +96,12 @@ def test_local_is_a_ray_of_its_own_with_what_the_config_says_of_it(monkeypatch, 
     with preflight._ray(config, "local" if by == "option" else None):
         pass
     assert (began[0]["address"], began[0]["num_cpus"]) == ("local", 4)
+
+
+def test_a_recipe_is_named_as_for_plan_and_a_misspelt_one_is_answered_with_the_near_one(looked):
+    result, what = looked(nodes(), "cpu_grpo", "--checks", "nodes")
+    assert result.exit_code == 0, result.output
+    assert what.wanted.cpu
+    result, _ = looked(nodes(), "cpu_grop")
+    assert result.exit_code == 2
+    assert "did you mean 'cpu_grpo'?" in result.stderr

@@ -11,6 +11,8 @@ import time
 
 import pytest
 
+from tests.processes import gone, runs
+
 pytestmark = pytest.mark.timeout(60)
 
 TIMEOUT = 1.0
@@ -50,21 +52,6 @@ def server():
         process.communicate()
 
 
-def is_there(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def gone(pid):
-    until = time.monotonic() + 20
-    while is_there(pid) and time.monotonic() < until:
-        time.sleep(0.01)
-    return not is_there(pid)
-
-
 def test_a_stopped_process_is_ended_and_said_to_be(server):
     process, watchdog = server(IDLE)
     process.send_signal(signal.SIGSTOP)
@@ -72,7 +59,7 @@ def test_a_stopped_process_is_ended_and_said_to_be(server):
     said = process.stderr.read()
     assert f"server 7 (pid {process.pid}) gave no sign of life for 1 s" in said
     assert "the.key" in said
-    assert gone(watchdog)
+    assert gone(watchdog, 20)
 
 
 @pytest.mark.parametrize("turns", [IDLE, BUSY])
@@ -80,7 +67,7 @@ def test_one_that_waits_or_works_is_left_alone(server, turns):
     process, watchdog = server(turns)
     time.sleep(3 * TIMEOUT)
     assert process.poll() is None
-    assert is_there(watchdog)
+    assert runs(watchdog)
 
 
 def test_a_turn_that_does_not_end_is_told_and_then_the_process_is_ended(server):
@@ -106,13 +93,13 @@ def test_the_watchdog_ends_with_its_process(server):
     process, watchdog = server(IDLE)
     process.kill()
     process.wait()
-    assert gone(watchdog)
+    assert gone(watchdog, 20)
 
 
 def test_a_watchdog_that_was_killed_is_replaced(server):
     process, watchdog = server(IDLE)
     os.kill(watchdog, signal.SIGKILL)
-    assert gone(watchdog)
+    assert gone(watchdog, 20)
     time.sleep(5 * TIMEOUT / 10)
     process.send_signal(signal.SIGSTOP)
     assert process.wait(30) == -signal.SIGKILL

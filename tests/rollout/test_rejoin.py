@@ -25,7 +25,7 @@ from verl_tim.rollout.failover import FailoverClient
 from verl_tim.rollout.server_actor import ServerActor
 from verl_tim.rollout.shared_buckets import device_identity, pack_shared
 from verl_tim.rollout.weights import pack, send
-from verl_tim.training.processes import EnginesFailed, RunProcesses, server_name
+from verl_tim.training.processes import EnginesFailed, ProcessDied, RunProcesses, server_name
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(300)]
 
@@ -237,6 +237,39 @@ async def test_where_every_engine_fails_their_error_is_told_and_none_is_forgotte
     for server in servers:
         await server.__ray_call__.remote(break_engine)
     with pytest.raises(EnginesFailed, match=told):
+        await asyncio.to_thread(a_step)
+
+
+@pytest.mark.parametrize(
+    ("end", "raised", "told"),
+    [
+        (break_engine, EnginesFailed, r"^engines failed: server 1 on .*: RuntimeError: a kernel failed"),
+        (kill, ProcessDied, r"^server 1 on .* died: "),
+    ],
+)
+async def test_one_whose_restarts_are_used_up_is_named_with_their_key_and_with_who_still_answered(
+    servers, client, model, device, end, raised, told
+):
+    _, weights = model
+    run = RunProcesses({server_name(number): server for number, server in enumerate(servers)})
+
+    def a_step():
+        with run.named_when_dead():
+            asyncio.run_coroutine_threadsafe(drawn(client), loop).result(60)
+
+    loop = asyncio.get_running_loop()
+    # started again once is all that `max_restarts` allows here
+    for version in (1, 2):
+        await step_begins(servers, weights, version, device)
+        while client._absent:
+            await asyncio.sleep(0.01)
+        await client._load_balancer.clear_sticky_cache.remote()
+        ending = servers[1].__ray_call__.options(max_task_retries=0).remote(end)
+        await asyncio.wait([asyncio.ensure_future(ending)], timeout=60)
+        if version == 1:
+            await asyncio.to_thread(a_step)
+    used_up = r"; server 1 had been started again once, as often as .*\.engine_kwargs\.vexact\.max_restarts=1 allows"
+    with pytest.raises(raised, match=told + ".*" + used_up + "; server 0 still answered$"):
         await asyncio.to_thread(a_step)
 
 

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from tests.processes import gone
 from verl_tim.tasks.errors import InputError
 from verl_tim.tasks.math import pool as pools
 from verl_tim.tasks.math.pool import Worker, WorkerPool
@@ -37,19 +38,6 @@ def pid_of(pool):
     worker = pool._slots.get()
     pool._slots.put(worker)
     return worker and worker.pid
-
-
-def gone(pid, seconds=10.0):
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        try:
-            with open(f"/proc/{pid}/stat") as stream:
-                if stream.read().rpartition(")")[2].split()[0] == "Z":
-                    return True
-        except (FileNotFoundError, ProcessLookupError):
-            return True
-        time.sleep(0.05)
-    return False
 
 
 HOSTILE = {
@@ -115,7 +103,7 @@ def test_a_worker_stuck_in_one_call_is_killed_and_replaced(pool):
     start = time.monotonic()
     assert pool.ask("6", "7", 0.3) == "timed_out"
     assert time.monotonic() - start < 3.0
-    assert gone(before)
+    assert gone(before, 10.0)
     assert pool.ask("6", "6.0", 30.0) == "equal"
     assert pid_of(pool) != before
 
@@ -126,7 +114,7 @@ def test_a_worker_that_dies_is_replaced(pool, when):
     before = pid_of(pool)
     if when == "idle":
         os.kill(before, signal.SIGKILL)
-        assert gone(before)
+        assert gone(before, 10.0)
     else:
         threading.Timer(0.5, os.kill, (before, signal.SIGSEGV)).start()
         assert pool.ask("6", HOSTILE["long sum"], 20.0) == "lost"
@@ -169,7 +157,7 @@ def test_close_ends_the_workers():
     pool.ask("1", "1", 30.0)
     pid = pid_of(pool)
     pool.close()
-    assert gone(pid)
+    assert gone(pid, 10.0)
     assert pool.ask("1", "1", 30.0) == "equal"
     pool.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import traceback
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from verl_tim.diagnosis.manifest import Place
 from verl_tim.launch.process import Outcome
 from verl_tim.launch.restarts import is_infrastructure
 from verl_tim.rollout.away import AwayEngine, ReplicaAwayError
-from verl_tim.rollout.successor import ENGINE_ERROR
+from verl_tim.rollout.successor import ENGINE_ERROR, RESTARTS
 from verl_tim.training import processes
 from verl_tim.training.processes import EnginesFailed, ProcessDied, RunProcesses
 
@@ -39,7 +40,7 @@ class Actor:
         self.__ray_call__ = SimpleNamespace(
             remote=lambda function, *args: Reference(self.state if function is processes.why_away else place)
         )
-        self.left = {ENGINE_ERROR: ""}
+        self.left = {ENGINE_ERROR: "", RESTARTS: ""}
 
 
 class FakeRay:
@@ -95,6 +96,7 @@ def test_what_failed_because_a_process_died_says_which(actors):
         with run.named_when_dead():
             raise RuntimeError("Connection closed by peer")
     assert "actor 0" not in str(raised.value)
+    assert "server 0" not in str(raised.value), "nobody asked for it"
     assert "the moon" not in str(raised.value)
     assert str(raised.value.__cause__) == "Connection closed by peer"
 
@@ -156,6 +158,47 @@ def test_where_the_engines_failed_it_is_their_error_and_no_process_that_died(two
         raise FROM_AWAY
     assert raised.value.__cause__ is FROM_AWAY
     assert not is_infrastructure(outcome_of(raised.value)), "the run would meet it again"
+
+
+KEY = "actor_rollout_ref.rollout.engine_kwargs.vexact.max_restarts"
+
+
+@pytest.mark.parametrize(
+    ("done", "limit", "told"),
+    [
+        (3, 3, f"server 1 had been started again 3 times, as often as {KEY}=3 allows"),
+        (1, 1, f"server 1 had been started again once, as often as {KEY}=1 allows"),
+        (0, 0, f"server 1 is not started again ({KEY}=0)"),
+        (1, 3, f"server 1 could not be started again, and had been 1 of the 3 times of {KEY}"),
+    ],
+)
+def test_one_server_that_does_not_come_back_is_said_to_while_another_answers(two_servers, done, limit, told):
+    run = RunProcesses(two_servers)
+    ended_for_its_engine(two_servers["server 1"], for_good=True)
+    two_servers["server 1"].left[RESTARTS] = json.dumps({"done": done, "limit": limit, "key": KEY})
+    with pytest.raises(EnginesFailed) as raised, run.named_when_dead():
+        raise died()
+    said = str(raised.value)
+    assert "no rollout server is left" not in said
+    assert said.startswith("engines failed: server 1 on node ")
+    assert said.endswith(f"pid 103: {ILLEGAL}; {told}; server 0 still answered")
+    assert not is_infrastructure(outcome_of(raised.value))
+
+    two_servers["server 1"].left[ENGINE_ERROR] = ""
+    with pytest.raises(ProcessDied, match=r"server 1 on node .* died: .*; server 0 still answered$") as raised:  # noqa: SIM117
+        with run.named_when_dead():
+            raise died()
+    assert told in str(raised.value)
+
+
+def test_of_one_that_is_alone_no_restarts_are_told(actors):
+    run = RunProcesses(actors)
+    ended_for_its_engine(actors["server 0"], for_good=True)
+    # as the replica makes it, whatever the config says
+    actors["server 0"].left[RESTARTS] = json.dumps({"done": 0, "limit": 0, "key": KEY})
+    with pytest.raises(EnginesFailed, match=r"^no rollout server is left.*illegal memory access was encountered$"):  # noqa: SIM117
+        with run.named_when_dead():
+            raise died()
 
 
 def test_beside_one_that_was_killed_it_is_told_too(two_servers):

@@ -1,1 +1,1 @@
-"""The commands of `verl-tim`, one module each: NAME, HELP, NEEDS_ARGUMENTS and `command`, which typer reads."""
+"""The commands of `verl-tim`, one module each: NAME, HELP and `command`, which typer reads."""

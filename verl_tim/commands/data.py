@@ -13,7 +13,6 @@ from verl_tim.commands.published_data import build, say_where_from
 
 NAME = "data"
 HELP = "Make the parquet files of a task: from a seed, from the Hugging Face hub, or from files of yours."
-NEEDS_ARGUMENTS = False
 
 
 def command(

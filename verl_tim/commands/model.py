@@ -12,7 +12,6 @@ from verl_tim.commands.output import bad_input, print_json, stdout
 
 NAME = "model"
 HELP = "Make a small base model in Hugging Face format (or find it again), warmed up on a task, with no download."
-NEEDS_ARGUMENTS = False
 
 
 def command(

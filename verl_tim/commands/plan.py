@@ -25,9 +25,7 @@ HELP = (
     "verl-tim plan --scaling    [not dim]the tables of docs/scaling.md[/][/]\n\n"
     "Exit code: 0 it fits, 1 it does not (with remedies that were planned), 2 the config cannot be planned."
 )
-NEEDS_ARGUMENTS = True
 
-_GIB = float(1 << 30)
 _WIDE = 110  # columns of a terminal that has room for reasons
 
 
@@ -100,12 +98,14 @@ def _plan(
 
 
 def _show(name: str, plan: Plan, found: Sequence[Remedy]) -> None:
+    from verl_tim.planning.units import count
+
     memory, s = plan.memory, plan.memory.settings
     gpus = f"{s.gpus} x {memory.gpu.name}"
     where = f"{gpus}, {s.replicas} replica{'s' * (s.replicas != 1)} of {s.replica_gpus}"
     if s.cpu:
         stderr().print("[yellow]trainer.device=cpu: planned as if each of its processes had a GPU[/]")
-    _show_memory(f"{name}: {memory.shape.name}, {memory.shape.parameters / 1e9:.3g} G parameters, {where}", memory)
+    _show_memory(f"{name}: {memory.shape.name}, {count(memory.shape.parameters)} parameters, {where}", memory)
     _show_pool(plan)
     if plan.step is not None:
         _show_step(plan.step)
@@ -115,6 +115,8 @@ def _show(name: str, plan: Plan, found: Sequence[Remedy]) -> None:
 
 
 def _show_memory(title: str, memory: Memory) -> None:
+    from verl_tim.planning.units import size
+
     phases = memory.phases
     names = list(dict.fromkeys(item.name for phase in phases for item in phase.items if item.nbytes >= 1e6))
     wide = stdout().width >= _WIDE
@@ -123,15 +125,15 @@ def _show_memory(title: str, memory: Memory) -> None:
         sizes = [sum(item.nbytes for item in phase.items if item.name == name) for phase in phases]
         some = next(item for phase in phases for item in phase.items if item.name == name and item.nbytes >= 1e6)
         why = some.why + (" (assumed)" if some.assumed else "")
-        rows.append((name, *(f"{size / _GIB:.2f}" if size else "" for size in sizes), *([why] if wide else [])))
+        rows.append((name, *(size(one) if one else "" for one in sizes), *([why] if wide else [])))
     colours = ["red" if phase.total > memory.gpu.memory else "green" for phase in phases]
-    totals = [f"[bold {c}]{p.total / _GIB:.1f}[/]" for p, c in zip(phases, colours, strict=True)]
+    totals = [f"[bold {c}]{size(p.total)}[/]" for p, c in zip(phases, colours, strict=True)]
     rows.append(("[bold]in all[/]", *totals, *([""] if wide else [])))
     rows.append(("fullest at", *(phase.moment for phase in phases), *([""] if wide else [])))
-    title += f"\nGiB on one GPU, of {memory.gpu.memory / _GIB:.1f} that PyTorch can see"
+    title += f"\nOn one GPU, of {size(memory.gpu.memory)} that PyTorch can see"
     table(title, ("", *(phase.name for phase in phases), *(["why so much"] if wide else [])), rows)
     if memory.host_bytes:
-        stdout().print(f"On the host of each node: {memory.host_bytes / _GIB:,.0f} GiB of offloaded states.")
+        stdout().print(f"On the host of each node: {size(memory.host_bytes)} of offloaded states.")
 
 
 def _show_pool(plan: Plan) -> None:
@@ -172,19 +174,21 @@ def _show_step(step: StepTime) -> None:
             if reason != "measured rate":
                 numbers.append(str(notes.setdefault(reason, len(notes) + 1)))
         basis = "measured rate" if not numbers else "extrapolated " + ", ".join(numbers)
-        rows.append((part.name, _seconds(part.seconds), part.of, basis))
+        rows.append((part.name, _figure(part.seconds), part.of, basis))
     last = "validation and checkpoints come on top"
-    rows.append(("[bold]a step[/]", f"[bold]{_seconds(step.seconds)}[/]", last, ""))
+    rows.append(("[bold]a step[/]", f"[bold]{_figure(step.seconds)}[/]", last, ""))
     table("A step, seconds", ("part", "s", "of", "rests on"), rows)
     for reason, number in notes.items():
         stdout().print(f"  {number}: {reason}", markup=False)
 
 
-def _seconds(value: float) -> str:
+def _figure(value: float) -> str:
     return f"{value:,.3g}" if value < 100 else f"{value:,.0f}"
 
 
 def _show_run(plan: Plan, step: StepTime) -> None:
+    from verl_tim.planning.units import count
+
     s = plan.memory.settings
     rows = [
         ("tokens per step (drawn)", f"{step.tokens:,.0f} ({step.drawn:,.0f})"),
@@ -193,9 +197,9 @@ def _show_run(plan: Plan, step: StepTime) -> None:
     if plan.steps is not None and plan.gpu_hours is not None:
         rows += [
             ("steps", f"{plan.steps:,}"),
-            ("hours", f"{step.seconds * plan.steps / 3600:,.1f}"),
-            (f"GPU hours of {s.gpus} GPUs", f"{plan.gpu_hours:,.1f}"),
-            ("tokens of the run", f"{step.tokens * plan.steps:,.3g}"),
+            ("hours", _figure(step.seconds * plan.steps / 3600)),
+            (f"GPU hours of {s.gpus} GPUs", _figure(plan.gpu_hours)),
+            ("tokens of the run", count(step.tokens * plan.steps)),
         ]
     else:
         rows.append(("steps", "unknown: the data are not here; give --steps"))

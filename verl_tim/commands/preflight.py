@@ -26,7 +26,6 @@ HELP = (
     "verl-tim preflight --address 10.0.0.1:6379    [not dim]the nodes alone, whatever will run there[/][/]\n\n"
     "Exit code: 0 the run may start, 1 it may not, 2 nothing could be looked at. docs/launching.md lists the checks."
 )
-NEEDS_ARGUMENTS = False
 _ANSWER_SECONDS = 30.0
 
 
@@ -34,7 +33,7 @@ def command(
     words: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[FILE.yaml | RUN_FOLDER | recipe=NAME] [KEY=VALUE]...", help="A config, then overrides."
+            metavar="[RECIPE | FILE.yaml | RUN_FOLDER] [KEY=VALUE]...", help="A config, then overrides."
         ),
     ] = None,
     address: Annotated[
@@ -83,6 +82,7 @@ def _look(words: Sequence[str], checks: str | None, min_disk: float) -> tuple[Lo
     from verl_tim.launch.errors import LaunchError
     from verl_tim.launch.prepare import complete
     from verl_tim.launch.recipes import closest
+    from verl_tim.launch.words import with_recipe
     from verl_tim.preflight.cluster import Look
     from verl_tim.preflight.judge import CHECKS, GIB, Wanted
     from verl_tim.preflight.wanted import cluster_size, contract_of, files_of
@@ -98,7 +98,7 @@ def _look(words: Sequence[str], checks: str | None, min_disk: float) -> tuple[Lo
         # the probe's shapes are the model's
         chosen = tuple(name for name in chosen if name != "contract")
         return Look(Wanted(min_disk=int(min_disk * GIB)), places, checks=chosen), None
-    config = read(words).config
+    config = read(with_recipe(words)).config
     complete(config)
     nodes, gpus = cluster_size(config)
     cpu = OmegaConf.select(config, "trainer.device") == "cpu"

@@ -23,7 +23,6 @@ HELP = (
     "One checkpoint, no training: a rollout answers prompts, the trainer re-scores the same tokens. |d| per batch, its "
     "histogram with the tail, and the tokens at which the likeliest one flips."
 )
-NEEDS_ARGUMENTS = True
 
 
 def command(

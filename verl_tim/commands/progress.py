@@ -6,7 +6,7 @@ import time
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from verl_tim.commands.headline import REWARD, STEP_TIME, mismatch_of, number, validation_of
 from verl_tim.commands.output import stderr
@@ -18,7 +18,7 @@ _EVERY_SECONDS = 30.0
 
 
 class RunProgress:
-    """Shows a run's steps as they are logged.
+    """Shows how far a run's start is, then its steps as they are logged.
 
     Args:
         label: what the run is called.
@@ -30,7 +30,9 @@ class RunProgress:
         self._label = label
         self._total = total
         self._validation: float | None = None
+        self._began = time.monotonic()
         self._live = Progress(
+            SpinnerColumn(),
             TextColumn("[bold]{task.description}"),
             BarColumn(bar_width=24),
             MofNCompleteColumn(),
@@ -39,18 +41,23 @@ class RunProgress:
             console=console,
             disable=not console.is_terminal,
         )
-        self._task = self._live.add_task(label, total=total, state="starting verl and Ray")
+        self._task = self._live.add_task(label, total=total, state="")
 
     def __enter__(self) -> RunProgress:
         self._live.start()
-        if not self._console.is_terminal:
-            self._console.print(f"{self._label}: starting verl and Ray")
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._live.stop()
+
+    def on_start(self, stage: str) -> None:
+        """Show what the start is waiting for."""
+        self._live.update(self._task, state=stage)
+        if not self._console.is_terminal:
+            seconds = time.monotonic() - self._began
+            self._console.print(f"{self._label}: start, {seconds:.0f} s: {stage}", markup=False, soft_wrap=True)
 
     def on_step(self, step: Step) -> None:
         """Show one line of metrics."""

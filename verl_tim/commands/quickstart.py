@@ -18,7 +18,6 @@ HELP = (
     "Build model and data, run GRPO with an exact rollout and with one that mismatches, verify, compare. "
     "No GPU, no download, minutes. Finished runs are not repeated."
 )
-NEEDS_ARGUMENTS = False
 
 RECIPE = "cpu_grpo"
 _COLUMNS = ("validation, first and last", "largest mismatch, nats", "s per step, median")

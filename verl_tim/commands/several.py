@@ -57,6 +57,8 @@ class RunsProgress:
 
     def _say(self, state: RunState) -> None:
         words = [f"{state.name}: {state.state.value}", f"step {state.steps}/{state.total or '?'}", *_figures(state)]
+        if state.stage:
+            words.append(state.stage)
         self._console.print("  ".join(words), markup=False, soft_wrap=True)
         for line in state.cause[-_CAUSE_LINES:] if state.state is State.FAILED else ():
             self._console.print(f"    {line}", markup=False, soft_wrap=True)
@@ -73,7 +75,7 @@ def runs_table(states: Sequence[RunState], title: str | None = None) -> Table:
         metrics = state.metrics or {}
         found.add_row(
             state.name,
-            state.state.value,
+            f"{state.state.value}: {state.stage}" if state.stage else state.state.value,
             f"{state.steps}/{state.total or '?'}",
             number(metrics.get(REWARD)),
             number(mismatch_of(dict(metrics))),

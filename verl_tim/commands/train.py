@@ -24,7 +24,6 @@ HELP = (
     "follow.\n\n"
     "[dim]verl-tim train recipe=dense_grpo +matrix=paper    [not dim]every run of the paper's comparison[/][/]"
 )
-NEEDS_ARGUMENTS = False
 
 
 def command(
@@ -232,7 +231,7 @@ def _run_once(config: DictConfig, *, label: str) -> Outcome:
     console = stderr()
     console.print(f"[dim]run folder {folder}\n{shell_line(verl_command(Path(folder)))}[/]", soft_wrap=True)
     with RunProgress(console, label, config.trainer.total_training_steps) as progress:
-        return run_verl(folder, on_step=progress.on_step)
+        return run_verl(folder, on_step=progress.on_step, on_start=progress.on_start)
 
 
 def summary(config: DictConfig, outcome: Outcome) -> dict[str, Any]:

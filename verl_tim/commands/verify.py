@@ -27,7 +27,6 @@ HELP = (
     "The exactness gate: rollout against trainer, bit by bit, under odd batches, chunks, preemption, prefix hits, "
     "temperatures and weight updates. Exit code 1 on the first differing bit, with its place and cause."
 )
-NEEDS_ARGUMENTS = False
 
 DTYPES = ("bfloat16", "float32")
 ROLLOUTS = ("vexact", "stock")

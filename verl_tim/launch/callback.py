@@ -92,7 +92,7 @@ def _run(config: DictConfig, name: str) -> int:
 
     outcome = run_with_restarts(
         again(config),
-        lambda attempt: run_verl(claim(attempt).path, on_step=lambda step: say(f"step {step.number}")),
+        lambda attempt: run_verl(claim(attempt).path, on_step=lambda step: say(f"step {step.number}"), on_start=say),
         say,
     )
     for line in outcome.cause:

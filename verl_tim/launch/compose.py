@@ -6,6 +6,7 @@ import difflib
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import yaml
 from hydra import compose, initialize_config_dir, initialize_config_module
@@ -17,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl_tim.launch.errors import LaunchError
 from verl_tim.launch.recipes import DEFAULT_RECIPE, Recipe, closest, find_recipe, group_options
+from verl_tim.launch.words import refuse_bare
 
 RECIPE_KEY = "recipe="
 _SEVERAL = ("tracker",)  # groups of which a run may take several options
@@ -31,13 +33,7 @@ def split_recipe(overrides: Sequence[str]) -> tuple[Recipe, list[str]]:
     rest = [word for word in overrides if not word.startswith(RECIPE_KEY)]
     if len(named) > 1:
         raise LaunchError.of("recipe", f"given more than once: {', '.join(named)}", "give one recipe")
-    for word in rest:
-        if "=" not in word and not word.startswith("~"):
-            raise LaunchError.of(
-                word,
-                "is not an override",
-                "write KEY=VALUE, for example rollout=vexact or trainer.total_training_steps=20",
-            )
+    refuse_bare(rest)
     return find_recipe(named[0] if named else DEFAULT_RECIPE), rest
 
 
@@ -96,11 +92,7 @@ def compose_config(recipe: Recipe, overrides: Sequence[str], *, with_hydra: bool
     try:
         config = compose(recipe.config_name, overrides=list(overrides), return_hydra_config=with_hydra)
     except OverrideParseException as error:
-        raise LaunchError.of(
-            error.override,
-            str(error).splitlines()[0],
-            "write KEY=VALUE; quote values with special characters: 'KEY=\"VALUE\"'",
-        ) from error
+        raise LaunchError.of(*_explain_unparsed(error)) from error
     except MissingConfigException as error:
         raise LaunchError.of(*_explain_missing(error)) from error
     except ConfigCompositionException as error:
@@ -132,6 +124,14 @@ def _refuse_several(overrides: Sequence[str]) -> None:
                 f"takes one option, and {value} are {len(value)}",
                 f"known: {', '.join(options[group])}; one run for each: -m {group}={','.join(map(str, value))}",
             )
+
+
+def _explain_unparsed(error: OverrideParseException) -> tuple[str, str, str]:
+    key, _, value = str(error.override).partition("=")
+    if value.startswith("~"):  # a shell expands it in an argument that begins with it only
+        return key, f"{value}: Hydra takes no ~ in a value", f"write {key}={Path(value).expanduser()}"
+    remedy = "write KEY=VALUE; quote values with special characters: 'KEY=\"VALUE\"'"
+    return error.override, str(error).splitlines()[0], remedy
 
 
 def _explain_group_value(overrides: Sequence[str], error: ValueError) -> tuple[str, str, str]:

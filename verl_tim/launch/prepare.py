@@ -11,7 +11,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_tim.launch import environment
+from verl_tim.launch import environment, model_path
 from verl_tim.launch.checks.keys import MADE_FROM
 from verl_tim.launch.errors import LaunchError
 from verl_tim.launch.recipes import CONFIGS_PACKAGE
@@ -19,13 +19,15 @@ from verl_tim.training.determinism import make_deterministic
 
 
 def absolute_paths(config: DictConfig) -> None:
-    """Fix `tim.run_dir`, `tim.cache_dir` and `tim.gate.baseline` (relative or with ~) and the tools' files
-    (`pkg://PACKAGE/FILE`) to absolute paths, in place; name the run by its folder and its trackers by what they are."""
+    """Fix `tim.run_dir`, `tim.cache_dir` and `tim.gate.baseline` (relative or with ~), the folders of model and
+    tokenizer (with ~) and the tools' files (`pkg://PACKAGE/FILE`) to absolute paths, in place; name the run by its
+    folder and its trackers by what they are."""
     for name in ("run_dir", "cache_dir"):
         value = config.tim[name]
         if not value or not isinstance(value, str):
             raise LaunchError.of(f"tim.{name}", f"is {value!r}", f"give a folder: tim.{name}=FOLDER")
         config.tim[name] = str(Path(value).expanduser().absolute())
+    model_path.expand(config)
     _name_by_folder(config)
     _name_trackers(config)
     for key in _PACKAGE_FILES:

@@ -20,7 +20,9 @@ from typing import Any
 
 from verl_tim.diagnosis.run_folder import METRICS_NAME
 from verl_tim.launch.exit_code import INTERRUPTED
+from verl_tim.launch.new_lines import NewLines
 from verl_tim.launch.run_folder import LOG
+from verl_tim.launch.stages import Stages
 
 # How long verl and Ray may take to end on their own after Ctrl-C, and what is left of them after SIGTERM, then SIGKILL.
 _GRACE_SECONDS = 20.0
@@ -28,6 +30,8 @@ _FORCE_SECONDS = 5.0
 END_SECONDS = _GRACE_SECONDS + 2 * _FORCE_SECONDS
 """What `end_trees` takes at most."""
 _POLL_SECONDS = 0.25
+# A stage of the start that takes longer is told again.
+_AGAIN_SECONDS = 30.0
 
 # What ends a run: Ctrl-C, a scheduler's or a container's stop, a terminal that is closed.
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -94,20 +98,29 @@ class VerlProcess:
     """verl, running on `run_dir/config.yaml` as a child of this process."""
 
     def __init__(
-        self, run_dir: Path, on_step: Callable[[Step], None], *, variables: Mapping[str, str] | None = None
+        self,
+        run_dir: Path,
+        on_step: Callable[[Step], None],
+        *,
+        on_start: Callable[[str], None],
+        variables: Mapping[str, str] | None = None,
     ) -> None:
         """Starts it.
 
         Args:
             on_step: called by `running` for every new line of metrics.
+            on_start: called by `running` until the first of them, with what is under way (`launch.stages`): at each
+                change, and of a long one now and then.
             variables: of its environment, beside this process's own.
 
         If this process is killed outright, the kernel sends the child SIGTERM, and Ray ends with its driver.
         """
         self.log = run_dir / LOG
         self.steps: list[Step] = []
-        self._on_step = on_step
+        self._on_step, self._on_start = on_step, on_start
         self._reader = MetricsReader(run_dir / METRICS_NAME)
+        self._stages = Stages(self.log)
+        self._told: tuple[str, float] | None = None  # the stage of the start, and when it was told
         self._started = time.monotonic()
         with self.log.open("wb") as sink:
             # its own session: a Ctrl-C in the terminal reaches us only, and we end the tree in order
@@ -130,6 +143,8 @@ class VerlProcess:
         """Whether it still runs; hands on the steps that it logged since the last call."""
         ended = self.child.poll() is not None
         self._read()
+        if not ended and not self.steps:
+            self._tell_start()
         return not ended
 
     def outcome(self, *, stopped: bool = False) -> Outcome:
@@ -157,12 +172,20 @@ class VerlProcess:
             self.steps.append(step)
             self._on_step(step)
 
+    def _tell_start(self) -> None:
+        stage, now = self._stages.look(), time.monotonic()
+        # a run without metrics in its file (tracker=console) would be told to be in its first step for ever
+        again = self._told is not None and not self._stages.over and now - self._told[1] >= _AGAIN_SECONDS
+        if self._told is None or self._told[0] != stage or again:
+            self._told = stage, now
+            self._on_start(stage)
 
-def run_verl(run_dir: Path, *, on_step: Callable[[Step], None]) -> Outcome:
+
+def run_verl(run_dir: Path, *, on_step: Callable[[Step], None], on_start: Callable[[str], None]) -> Outcome:
     """Run verl on `run_dir/config.yaml` to its end.
 
     Args:
-        on_step: called for every new line of metrics.
+        on_step, on_start: as of `VerlProcess`.
 
     On Ctrl-C, SIGTERM and SIGHUP the child and every process of its Ray cluster are ended before this returns or
     raises: first as Ctrl-C would, then by force. Only processes that descend from this child are touched.
@@ -170,7 +193,7 @@ def run_verl(run_dir: Path, *, on_step: Callable[[Step], None]) -> Outcome:
     verl: VerlProcess | None = None
     with stop_requests() as ignore_more:
         try:
-            verl = VerlProcess(run_dir, on_step)
+            verl = VerlProcess(run_dir, on_step, on_start=on_start)
             while verl.running():
                 time.sleep(_POLL_SECONDS)
             return verl.outcome()
@@ -237,20 +260,12 @@ class MetricsReader:
     """Reads complete new lines of a growing metrics.jsonl, for who watches; what is no metrics line is passed over."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._offset = 0
+        self._lines = NewLines(path)
 
     def new_steps(self) -> list[Step]:
         """Steps whose line was completed since the last call."""
-        if not self._path.is_file():
-            return []
-        with self._path.open("rb") as stream:
-            stream.seek(self._offset)
-            block = stream.read()
-        complete = block.rfind(b"\n") + 1
-        self._offset += complete
         steps = []
-        for line in block[:complete].splitlines():
+        for line in self._lines.read():
             # a full disk may leave half a line, and the next one behind it: whoever reads the run folder says so
             with suppress(ValueError, KeyError, TypeError):
                 record = json.loads(line)

@@ -34,7 +34,7 @@ def find_recipe(value: str) -> Recipe:
 
     Raises LaunchError for a name or file that does not exist.
     """
-    if value.endswith((".yaml", ".yml")) or "/" in value:
+    if names_a_file(value):
         path = Path(value).expanduser().absolute()
         if not path.is_file():
             raise LaunchError.of(
@@ -49,6 +49,11 @@ def find_recipe(value: str) -> Recipe:
             "recipe", f"unknown recipe {value!r}", closest(value, names) + "installed: " + ", ".join(names)
         )
     return Recipe(value, f"pkg://{RECIPES_PACKAGE}.{value}", value)
+
+
+def names_a_file(value: str) -> bool:
+    """Whether a recipe is named by a path, and not by its name."""
+    return value.endswith((".yaml", ".yml")) or "/" in value
 
 
 def group_options() -> dict[str, list[str]]:

@@ -56,6 +56,7 @@ class RunState:
         exit_code: None while it waits or runs, and of one that could not be started.
         gpus: that it was placed on, by the names of CUDA_VISIBLE_DEVICES; empty on a machine without, and before.
         earlier: it had finished before this call.
+        stage: of its start, while it runs and has logged no step.
     """
 
     name: str
@@ -69,6 +70,7 @@ class RunState:
     metrics: Mapping[str, Any] | None = None
     gpus: tuple[str, ...] = ()
     earlier: bool = False
+    stage: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """For --json."""
@@ -238,7 +240,9 @@ class _Crew:
         folder, count = claim(job.config).path, gpus_asked(job.config)
         job.gpus = self.gpus.take(count)
         variables = {VISIBLE: ",".join(job.gpus)} if job.gpus else {}
-        job.process = VerlProcess(folder, partial(self._step, name), variables=variables)
+        job.process = VerlProcess(
+            folder, partial(self._step, name), on_start=partial(self._begin, name), variables=variables
+        )
         self._set(name, state=State.RUNNING, gpus=job.gpus)
 
     def _let_go(self, name: str) -> None:
@@ -248,7 +252,10 @@ class _Crew:
 
     def _step(self, name: str, step: Step) -> None:
         seen = self.of[name].metrics or {}
-        self._set(name, steps=step.number, metrics={**seen, **step.metrics})
+        self._set(name, steps=step.number, metrics={**seen, **step.metrics}, stage="")
+
+    def _begin(self, name: str, stage: str) -> None:
+        self._set(name, stage=stage)
 
     def _look_at(self, name: str) -> None:
         job = self.jobs[name]
@@ -278,7 +285,7 @@ class _Crew:
             job.config = restarts.resuming(job.config)
             self.waiting.insert(0, name)
         code = None if state is State.WAITING else outcome.exit_code
-        self._set(name, state=state, exit_code=code, seconds=job.seconds, cause=cause)
+        self._set(name, state=state, exit_code=code, seconds=job.seconds, cause=cause, stage="")
 
     def _set(self, name: str, **changes: Any) -> None:
         self.of[name] = replace(self.of[name], **changes)

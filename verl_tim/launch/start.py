@@ -9,7 +9,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from verl_tim.launch import prepare, run_folder, underscores
+from verl_tim.launch import model_path, prepare, run_folder, underscores
 from verl_tim.launch.checks import all_findings, values
 from verl_tim.launch.compose import compose_config, hydra_for, split_recipe
 from verl_tim.launch.errors import Finding, LaunchError
@@ -112,7 +112,8 @@ def _check_structure(config: DictConfig) -> None:
 
 
 def _check(config: DictConfig, folder_is_free: bool) -> None:
-    _refuse(finding for finding in all_findings(config) if folder_is_free or finding.key != FOLDER_KEY)
+    findings = model_path.in_words(config, all_findings(config))
+    _refuse(finding for finding in findings if folder_is_free or finding.key != FOLDER_KEY)
 
 
 def _refuse(findings: Iterable[Finding]) -> None:

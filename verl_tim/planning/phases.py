@@ -23,6 +23,7 @@ from verl_tim.planning.rollout_memory import RolloutMemory
 from verl_tim.planning.settings import Settings
 from verl_tim.planning.shape import Shape
 from verl_tim.planning.trainer_memory import TrainerMemory, items_of
+from verl_tim.planning.units import count
 
 
 def phases(shape: Shape, settings: Settings, gpu: Gpu) -> tuple[Phase, ...]:
@@ -63,7 +64,7 @@ def _sync_items(shape: Shape, s: Settings, trainer: TrainerMemory, rollout: Roll
     awake = (rollout.weights_item(),) if s.frees else rollout.awake()
     return (
         *trainer.resident(update=False, forward=False),
-        Item("the largest tensor", full, f"{tensor / 1e6:.0f} M elements: gathered, its shard, and cast"),
+        Item("the largest tensor", full, f"{count(tensor)} elements: gathered, its shard, and cast"),
         Item("buckets", 2.0 * s.bucket_bytes, f"2 x {s.bucket_bytes >> 20} MiB"),
         *awake,
     )

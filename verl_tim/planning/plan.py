@@ -17,6 +17,7 @@ from verl_tim.planning.rollout_memory import RolloutMemory
 from verl_tim.planning.settings import ROLLOUT, Settings, read_settings
 from verl_tim.planning.shape import Shape
 from verl_tim.planning.step_time import StepTime, step_time
+from verl_tim.planning.units import size
 
 
 @dataclass(frozen=True)
@@ -72,10 +73,10 @@ class Memory:
             found.append(
                 Misfit(
                     "rollout",
-                    f"the KV pool would hold {rollout.pool_tokens:,} tokens ({max(0.0, rollout.pool) / GIB:.2f} GiB of "
+                    f"the KV pool would hold {rollout.pool_tokens:,} tokens ({size(max(0.0, rollout.pool))} of "
                     f"{ROLLOUT}.gpu_memory_utilization={s.utilization:g}), less than one sequence of "
-                    f"{s.max_model_length:,}; weights {rollout.weights / GIB:.1f}, a step "
-                    f"{rollout.activations / GIB:.1f} GiB",
+                    f"{s.max_model_length:,}; weights {size(rollout.weights)}, a step "
+                    f"{size(rollout.activations)}",
                 )
             )
         return found

@@ -18,6 +18,7 @@ from verl_tim.planning.item import Item
 from verl_tim.planning.rates import rate
 from verl_tim.planning.settings import Settings
 from verl_tim.planning.shape import Shape
+from verl_tim.planning.units import size
 
 _RESERVE = 256 << 20  # engine/memory.py
 _GRAPH_LAYERS = 28  # of the model that `decode_graph` speaks of
@@ -94,7 +95,7 @@ class RolloutMemory:
         pool = max(0.0, self.pool)
         return (
             self.weights_item(),
-            Item("KV pool", pool, f"{self.pool_tokens:,} tokens x {self.token_bytes / 1024:.1f} KiB"),
+            Item("KV pool", pool, f"{self.pool_tokens:,} tokens x {size(self.token_bytes)}"),
             Item("rollout's step", self.activations, f"{s.max_batched_tokens:,} rows, {s.max_sequences} sequences"),
             Item("decode graphs", self.graphs, "recorded sizes up to max_num_seqs", assumed=True),
             Item("rollout's reserve", float(_RESERVE), "engine/memory.py"),

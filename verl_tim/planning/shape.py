@@ -215,7 +215,7 @@ def find_shape(path: str | None, *, kind: str | None = None, given: str | None =
         return shape_of(name)
     raise LaunchError.of(
         "actor_rollout_ref.model.path",
-        f"{path} is no folder here, and no hub name whose shape is known",
+        f"there is no folder {Path(path).expanduser().absolute()}, and {path} is no hub name whose shape is known",
         "give a local folder with its config.json, or --shape " + "|".join(SHAPES),
     )
 

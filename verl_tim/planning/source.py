@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl_tim.doctor.source import Source, read
 from verl_tim.launch.checks import keys, values
 from verl_tim.launch.errors import LaunchError
-from verl_tim.launch.recipes import recipe_names
+from verl_tim.launch.words import with_recipe
 
 
 def planned(words: Sequence[str]) -> Source:
@@ -22,8 +22,7 @@ def planned(words: Sequence[str]) -> Source:
     Raises:
         LaunchError: what does not compose, keys that nobody reads, values that cannot be meant.
     """
-    names = recipe_names()
-    source = read([f"recipe={word}" if word in names else word for word in words])
+    source = read(with_recipe(words))
     if source.config.get("tim") is not None:
         found = [one for one in keys.check(source.config) if one.key not in keys.MADE_FROM]
         if found:

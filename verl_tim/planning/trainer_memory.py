@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from verl_tim.planning.item import Item
 from verl_tim.planning.settings import Settings
 from verl_tim.planning.shape import Shape
+from verl_tim.planning.units import count
 
 _BF16, _FP32 = 2, 4
 _FORWARD_SLAB = 1 << 25  # logits (numerics/gpu/head.py, _LARGE_SLAB_ELEMENTS)
@@ -90,7 +91,7 @@ class TrainerMemory:
         (engine/base.py:314-328), and both go back afterwards.
         """
         s = self.settings
-        of = f"{self.shape.parameters / 1e9:.2f} G parameters x {s.master_bytes} B / {s.shards} shards"
+        of = f"{count(self.shape.parameters)} parameters x {s.master_bytes} B / {s.shards} shards"
         here = not s.offload_policy
         parameters = self.parameters if here and (forward or update or not s.param_offload) else 0.0
         moments = self.moments if here and (update or not s.optimizer_offload) else 0.0

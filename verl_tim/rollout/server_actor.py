@@ -23,6 +23,7 @@ from verl_tim.rollout.end import end_process
 from verl_tim.rollout.liveness import Liveness
 from verl_tim.rollout.options import RolloutOptions, options_key
 from verl_tim.rollout.prometheus import MetricsAddress
+from verl_tim.rollout.restarts import Restarts
 from verl_tim.rollout.server import EngineServer
 
 logger = logging.getLogger(__name__)
@@ -47,7 +48,9 @@ class ServerActor(EngineServer):
         self, options: RolloutOptions, *, name: str, replica_rank: int, shared_memory: tuple[str, ...]
     ) -> None:
         away, metrics = None, None
-        if _was_started_again():
+        again = _was_started_again()
+        Restarts.count(options.max_restarts, f"{options_key(name)}.max_restarts", again=again)
+        if again:
             away = AwayEngine(f"rollout server {replica_rank}", successor.left(successor.ENGINE_ERROR))
             successor.forget(successor.ENGINE_ERROR)
             if address := successor.left(successor.METRICS):

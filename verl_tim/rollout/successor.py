@@ -16,6 +16,8 @@ ENGINE_ERROR = "engine_error"
 """Why its engine failed, for which it ends: class and message."""
 METRICS = "metrics"
 """Where it serves metrics, and under which name: `EngineServer.metrics`, as JSON."""
+RESTARTS = "restarts"
+"""How often it was started again: `restarts.Restarts`, as JSON."""
 
 _NAMESPACE = "verl_tim"
 
@@ -29,7 +31,7 @@ def left(what: str, actor: Any = None) -> str:
     """What the process before this one left, or that of another actor; empty where it left nothing.
 
     Args:
-        actor: handle of one that is dead; None: the actor that this runs in, which Ray has started again.
+        actor: handle of one that may be dead; None: the actor that this runs in, which Ray has started again.
     """
     actor_id = _own_id() if actor is None else actor._actor_id.hex()
     found = _internal_kv_get(_key(what, actor_id), namespace=_NAMESPACE)

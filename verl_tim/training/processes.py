@@ -21,6 +21,7 @@ from ray.exceptions import ActorUnschedulableError, RayActorError
 
 from verl_tim.diagnosis.manifest import Place
 from verl_tim.rollout import successor
+from verl_tim.rollout.restarts import Restarts
 
 logger = logging.getLogger(__name__)
 
@@ -49,8 +50,8 @@ class ProcessDied(RuntimeError):
 
 
 class EnginesFailed(RuntimeError):
-    """Engines of rollout servers failed, and none is left that would answer. Names each with its error, which the run
-    would meet again: it is no failure of the infrastructure."""
+    """Engines of rollout servers failed, and none is left that would answer, or one has no restarts left. Names each
+    with its error, which the run would meet again: it is no failure of the infrastructure."""
 
 
 @dataclass(frozen=True)
@@ -61,11 +62,13 @@ class _End:
         said: by Ray, or by its successor.
         engine_error: of the engine for whose failure it ended; empty where it was killed or lost.
         away: its successor is of no use yet.
+        restarts: of a server, how often Ray has started it again.
     """
 
     said: str
     engine_error: str = ""
     away: bool = False
+    restarts: Restarts | None = None
 
 
 def trainer_name(rank: int) -> str:
@@ -164,8 +167,8 @@ class RunProcesses:
         servers = {server_name(number): server for number, server in enumerate(servers_of(server_managers))}
         return cls({**workers, **servers})
 
-    def _ended(self, *, servers_too: bool) -> dict[str, _End]:
-        """By name, processes that are no more, or whose successors are of no use yet.
+    def _ended(self, *, servers_too: bool) -> tuple[dict[str, _End], list[str]]:
+        """By name, processes that are no more, or whose successors are of no use yet; and the servers that answer.
 
         Args:
             servers_too: wait for servers that Ray may be starting again; of other processes one that is alive may never
@@ -173,6 +176,7 @@ class RunProcesses:
         """
         waiting = {actor.__ray_call__.remote(why_away): name for name, actor in self._actors.items()}
         ended: dict[str, _End] = {}
+        answer: list[str] = []
         began, end_by = time.monotonic(), math.inf
         while waiting:
             starting = servers_too and any(name.startswith(_SERVER) for name in waiting.values())
@@ -187,12 +191,17 @@ class RunProcesses:
                     engine_error = ray.get(reference)
                     end = None if engine_error is None else _End(_AWAY, engine_error, away=True)
                 except _NO_MORE as error:
-                    end = _End(str(error), successor.left(successor.ENGINE_ERROR, self._actors[name]))
-                if end is not None:
+                    server = self._actors[name]
+                    end = _End(
+                        str(error), successor.left(successor.ENGINE_ERROR, server), restarts=Restarts.of(server)
+                    )
+                if end is None:
+                    answer += [name] if name.startswith(_SERVER) else []
+                else:
                     ended[name] = end
                     if not end.away:  # a node takes several processes with it
                         end_by = min(end_by, time.monotonic() + _MORE_SECONDS)
-        return {name: ended[name] for name in self._actors if name in ended}
+        return {name: ended[name] for name in self._actors if name in ended}, sorted(answer)
 
     @contextmanager
     def named_when_dead(self) -> Iterator[None]:
@@ -209,18 +218,31 @@ class RunProcesses:
             yield
         except Exception as error:
             of_away = _is_of_a_server_away(error)
-            ended = self._ended(servers_too=of_away)
+            ended, answer = self._ended(servers_too=of_away)
             if not ended or (not of_away and all(end.away for end in ended.values())):
                 raise
             if all(end.engine_error for end in ended.values()):
                 said = "; ".join(f"{name} on {self.places[name]}: {end.engine_error}" for name, end in ended.items())
-                raise EnginesFailed(f"no rollout server is left that would answer; engines failed: {said}") from error
+                what = "engines failed" if answer else "no rollout server is left that would answer; engines failed"
+                raise EnginesFailed(f"{what}: {said}{_restarts(ended, answer)}") from error
             who = "; ".join(f"{name} on {self.places[name]}{_with_engine(end)}" for name, end in ended.items())
-            raise ProcessDied(f"{who} died: {_reason(next(iter(ended.values())).said)}") from error
+            reason = _reason(next(iter(ended.values())).said)
+            raise ProcessDied(f"{who} died: {reason}{_restarts(ended, answer)}") from error
 
 
 def _with_engine(end: _End) -> str:
     return f" (its engine failed: {end.engine_error})" if end.engine_error else ""
+
+
+def _restarts(ended: Mapping[str, _End], answer: Sequence[str]) -> str:
+    """Why servers that died do not come back, and which still answered; empty where no server ended."""
+    if not any(name.startswith(_SERVER) for name in ended):
+        return ""
+    # one that is alone is not started again, whatever the config says
+    known = [(name, end.restarts) for name, end in ended.items() if end.restarts and (end.restarts.limit or answer)]
+    told = [f"{name} {restarts}" for name, restarts in known]
+    told += [f"{', '.join(answer)} still answered"] if answer else []
+    return "".join(f"; {one}" for one in told)
 
 
 def _is_of_a_server_away(error: BaseException | None) -> bool:

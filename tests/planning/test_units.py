@@ -1,0 +1,29 @@
+import pytest
+
+from verl_tim.planning.units import count, size
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "shown"),
+    [
+        (0, "0 B"),
+        (512, "512 B"),
+        (9_600, "9.38 KiB"),
+        (312_200 * 4, "1.19 MiB"),
+        (200 << 20, "200 MiB"),
+        (139.81 * (1 << 30), "139.8 GiB"),
+        (27.36 * (1 << 30), "27.4 GiB"),
+        (5000 << 30, "4.88 TiB"),
+        (5000 << 40, "5,000 TiB"),
+    ],
+)
+def test_size(nbytes, shown):
+    assert size(nbytes) == shown
+
+
+@pytest.mark.parametrize(
+    ("number", "shown"),
+    [(0, "0"), (999, "999"), (156_100, "156.1 k"), (43.2e6, "43.2 M"), (1.72e9, "1.72 G"), (30.5e9, "30.5 G")],
+)
+def test_count(number, shown):
+    assert count(number) == shown
