@@ -171,7 +171,7 @@ def test_input_that_cannot_be_used(tmp_path, pair):
         calibrate(pair[1], pair[1])
     with pytest.raises(CalibrationError, match="between 0 and 1"):
         calibrate(*pair, max_share=1.0)
-    with pytest.raises(CalibrationError, match="'opsm' is none of"):
+    with pytest.raises(CalibrationError, match="no rule 'opsm' to calibrate: choose among"):
         calibrate(*pair, rules=["opsm"])
     bypass = write_dumps(tmp_path / "bypass", one_sign(0.3, 0.02), steps=10, fields=("rollout_log_prob_N",))
     with pytest.raises(CalibrationError, match="old_forward=true"):

@@ -96,18 +96,68 @@ def test_band_options_act(runs, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "remedy"),
     [
-        (["--smooth", "ema:2"], "is none of off, ema:WEIGHT"),
+        (["--smooth", "ema:2"], "give off, ema:WEIGHT (0 < WEIGHT < 1) or rolling:STEPS (STEPS >= 2)"),
+        (["--band-z", "0"], "give a positive number"),
         (["--band-window", "1"], "give at least 3 steps"),
-        (["--baseline", "nobody"], "is none of the runs compared: vexact, stock"),
-        (["--group", "x=zzz*"], "matches no run"),
+        (["--band-steps", "0"], "give at least 1 step"),
+        (["--baseline", "nobody"], "choose one of vexact, stock"),
+        (["--group", "x"], "give a label and a pattern"),
+        (["--group", "x=zzz*"], "give a pattern over the names vexact, stock"),
+        (["--group", "x=*", "--group", "y=stock"], "give patterns that share no run"),
+        (["--group", "vexact=stock"], "give labels that differ"),
+        (["--name", "x"], "one for each run"),
     ],
 )
-def test_what_does_not_fit_is_refused(runs, tmp_path, words, message):
-    result = invoke(*runs, "--out", tmp_path, *words)
+def test_an_option_that_does_not_fit_is_named_with_what_would(runs, tmp_path, words, remedy):
+    result = invoke(*runs, "--out", tmp_path / "out", "--json", *words)
     assert result.exit_code == 2
-    assert message in " ".join(result.stderr.split())
+    (found,) = json.loads(result.stdout)["error"]["problems"]
+    assert found["key"] == words[0]
+    assert remedy in found["remedy"]
+    assert remedy not in found["problem"]
+    assert "--help" not in found["remedy"]
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "remedy"),
+    [
+        (["calibrate", "--rule", "nope"], "choose among token_k1, "),
+        (["calibrate", "--max-share", "3"], "give a share between 0 and 1"),
+        (["calibrate", "--step", "9"], "name dumped steps: 1"),
+        (["report", "--step", "9"], "name dumped steps: 1"),
+        (["baseline", "--skip", "99"], "skip fewer than 4"),
+    ],
+)
+def test_so_is_one_of_the_other_commands(tmp_path, words, remedy):
+    from fake_dumps import none, one_sign, write_dumps
+
+    pair = [
+        str(write_dumps(write_run(tmp_path / "stock", rollout="stock", steps=4), one_sign(0.3, 0.02))),
+        str(write_dumps(write_run(tmp_path / "vexact", steps=4), none)),
+    ]
+    command, *option = words
+    result = runner.invoke(
+        app, [command, *pair[: 2 if command == "calibrate" else 1], *option, "--out", str(tmp_path / "o"), "--json"]
+    )
+    assert result.exit_code == 2, result.output
+    (found,) = json.loads(result.stdout)["error"]["problems"]
+    assert found["key"] == option[0]
+    assert remedy in found["remedy"]
+
+
+@pytest.mark.parametrize("command", ["compare", "report", "same", "baseline"])
+def test_the_remedy_for_an_empty_folder_is_said_once(runs, tmp_path, command):
+    (tmp_path / "empty").mkdir()
+    words = [command, str(tmp_path / "empty"), *(runs[:1] if command in ("compare", "same") else [])]
+    result = runner.invoke(app, [*words, "--json"])
+    assert result.exit_code == 2
+    (found,) = json.loads(result.stdout)["error"]["problems"]
+    assert found["key"] == "RUN"
+    assert found["problem"].endswith("no .wandb file)")
+    assert result.stderr.count("give ") == 1
 
 
 def test_a_group_is_named(runs, tmp_path):

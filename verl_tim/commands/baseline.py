@@ -21,17 +21,16 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the JSON instead of the table.")] = False,
 ) -> None:
     """Store."""
-    from verl_tim.diagnosis.baseline import BaselineError, baseline_of
+    from verl_tim.diagnosis.baseline import baseline_of
     from verl_tim.diagnosis.formats import short
-    from verl_tim.diagnosis.manifest import ManifestError
-    from verl_tim.diagnosis.run_folder import RunFolderError
+    from verl_tim.diagnosis.input_error import InputError
     from verl_tim.launch.errors import LaunchError
 
     with bad_input():
         try:
             baseline = baseline_of(runs, skip=skip)
-        except (BaselineError, RunFolderError, ManifestError) as error:
-            raise LaunchError.of("RUN", str(error), "give finished runs of one model and set-up") from error
+        except InputError as error:
+            raise LaunchError([error.finding("RUN", "give finished runs of one model and set-up")]) from error
     with bad_input(), writing():
         baseline.write(out)
     if as_json:

@@ -38,15 +38,15 @@ def command(
     from verl_tim.diagnosis.calibrate import CalibrationError, calibrate, write_json
     from verl_tim.diagnosis.calibrate_page import bound, render_calibration
     from verl_tim.diagnosis.formats import percent, short
-    from verl_tim.diagnosis.manifest import ManifestError
-    from verl_tim.diagnosis.token_dump import TokenDumpError
+    from verl_tim.diagnosis.input_error import InputError
     from verl_tim.launch.errors import Finding, LaunchError
 
     with bad_input():
         try:
             found = calibrate(mismatch_run, exact_run, max_share=max_share, rules=rule or None, steps=step)
-        except (CalibrationError, TokenDumpError, ManifestError) as error:
-            raise LaunchError.of("calibrate", str(error), "see docs/diagnosis.md, Calibrate") from error
+        except InputError as error:
+            remedy = "give two run folders with token dumps, of one recipe: the mismatching run, then the exact one"
+            raise LaunchError([error.finding("RUN", remedy)]) from error
     with bad_input(), writing():
         write_json(found, out / "calibrate.json")
         (out / "calibrate.html").write_text(render_calibration(found), encoding="utf-8")

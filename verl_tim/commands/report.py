@@ -36,19 +36,15 @@ def command(
 ) -> None:
     """Report."""
     from verl_tim.diagnosis.formats import percent, short
-    from verl_tim.diagnosis.manifest import ManifestError
-    from verl_tim.diagnosis.metric_log import RunFolderError
+    from verl_tim.diagnosis.input_error import InputError
     from verl_tim.diagnosis.report import Report
-    from verl_tim.diagnosis.token_dump import TokenDumpError
     from verl_tim.launch.errors import LaunchError
 
     with bad_input():
         try:
             report = Report.read(run, step)
-        except (RunFolderError, ManifestError) as error:
-            raise LaunchError.of("RUN", str(error), "give a run folder: what tim.run_dir named") from error
-        except TokenDumpError as error:
-            raise LaunchError.of("--step", str(error), "leave --step out, or name dumped steps") from error
+        except InputError as error:
+            raise LaunchError([error.finding("RUN", "give a run folder: what tim.run_dir named")]) from error
     with bad_input(), writing():
         json_path, html_path = report.write(out)
     if as_json:

@@ -134,7 +134,9 @@ def same_runs(first: str | Path, second: str | Path) -> Sameness:
     """
     runs = (RunFolder(first), RunFolder(second))
     if runs[0].path.resolve() == runs[1].path.resolve():
-        raise RunFolderError(f"run folder given twice: {runs[0].path}; it equals itself, which says nothing")
+        raise RunFolderError(
+            f"run folder given twice: {runs[0].path}; it equals itself, which says nothing", "give another run"
+        )
     logs = (_log(runs[0]), _log(runs[1]))
     for run, log in zip(runs, logs, strict=True):
         if not log.steps:
@@ -154,8 +156,8 @@ def _log(run: RunFolder) -> MetricLog:
     log = read_jsonl_metrics(run.path)
     if log is None:
         raise RunFolderError(
-            f"{run.path} has no {METRICS_NAME}, and a tracker's folder keeps neither samples nor every bit of a "
-            "metric: give the folder that tim.run_dir named, of a run whose trainer.logger lists 'file'"
+            f"{run.path} has no {METRICS_NAME}, and a tracker's folder keeps neither samples nor every bit of a metric",
+            "give the folder that tim.run_dir named, of a run whose trainer.logger lists 'file'",
         )
     return log
 
