@@ -264,3 +264,46 @@ def test_many_runs_stand_below_each_other_and_lose_no_number(tmp_path, monkeypat
     for row in comparison.summary():
         for value in (value for values in row.values for value in values):
             assert written(value, row.kind) in text
+
+
+def with_restarts(path, restarts):
+    """`restarts`: step -> replicas that died in it; 0 in the others, as a run logs it."""
+    file = path / "metrics.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    for line in lines:
+        line["data"]["tim/rollout_restarts"] = float(restarts.get(line["step"], 0))
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+def test_a_replica_that_died_and_came_back_is_told_by_every_command(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    whole = with_restarts(write_run(tmp_path / "whole", steps=8), {})
+    hit = with_restarts(write_run(tmp_path / "hit", steps=8), {3: 2, 7: 1})
+    told = "3 times a rollout replica died and was started again, at steps 3 (2) and 7"
+    entry = {"count": 3, "steps": [{"step": 3, "count": 2}, {"step": 7, "count": 1}]}
+    none = {"count": 0, "steps": []}
+    out = ["--out", str(tmp_path / "out")]
+    for words, json_of in (
+        (["compare", whole, hit, *out], {"whole": none, "hit": entry}),
+        (["report", hit, *out], {"hit": entry}),
+        (["same", whole, hit], {"first": none, "second": entry}),
+    ):
+        text = " ".join(runner.invoke(app, words).stdout.split())
+        assert told in text, words
+        assert text.count("died") == 1
+        assert json.loads(runner.invoke(app, [*words, "--json"]).stdout)["restarts"] == json_of
+    assert told in (tmp_path / "out" / "compare.html").read_text()
+    assert told in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_of_seeds_that_are_grouped_the_one_with_the_restart_is_named(tmp_path):
+    seeds = [with_restarts(write_run(tmp_path / f"s{n}", steps=8, seed=n), {5: 1} if n == 2 else {}) for n in (1, 2)]
+    (note,) = [note for note in compare(seeds).verdict.notes if "died" in note]
+    assert note == "s2: 1 rollout replica died and was started again, at step 5."
+
+
+def test_report_tells_alerts_and_notes_too(tmp_path):
+    broken = write_run(tmp_path / "vexact", steps=8, delta=1e-3)
+    text = " ".join(runner.invoke(app, ["report", str(broken), "--out", str(tmp_path)]).stdout.split())
+    assert "! vexact should be exact" in text

@@ -50,7 +50,12 @@ def command(
     if as_json:
         print_json(report.to_dict())
     else:
-        stdout().print(report.comparison.verdict.lead)
+        verdict = report.comparison.verdict
+        stdout().print(verdict.lead)
+        for alert in verdict.alerts:
+            stdout().print(f"! {alert}", style="bold red", markup=False)
+        for note in verdict.notes:
+            stdout().print(f"- {note}", style="yellow", markup=False)
         rows = [(name, percent(v) if name.startswith("above") else short(v)) for name, v in report.tail.items()]
         if rows:
             table(f"|d| of {len(report.known):,} dumped tokens, nats", ("statistic", "value"), rows)

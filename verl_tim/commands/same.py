@@ -50,6 +50,7 @@ def command(
 
 def _print(answer: Sameness) -> None:
     from verl_tim.diagnosis.compare import shown
+    from verl_tim.diagnosis.restarts import in_words
 
     rows = [
         (
@@ -69,6 +70,9 @@ def _print(answer: Sameness) -> None:
         section, found = answer.first
         values = " and ".join("nothing" if value is None else value for value in (found.first, found.second))
         stdout().print(f"first: step {found.step}, {section}, {found.name}: {values}", soft_wrap=True, markup=False)
+    for which, restarts in zip(("first", "second"), answer.restarts, strict=True):
+        if restarts:
+            stdout().print(f"- {which} run: {in_words(restarts)}", soft_wrap=True, markup=False)
     for what, differences in (("config", answer.config), ("manifest", answer.facts)):
         for difference in differences[:_SHOWN]:
             a, b = (shown(difference.values[side]) for side in ("first", "second"))

@@ -26,6 +26,7 @@ from verl_tim.diagnosis.groups import Group, named_groups, seed_groups
 from verl_tim.diagnosis.input_error import InputError
 from verl_tim.diagnosis.manifest import Difference, Manifest
 from verl_tim.diagnosis.metric_log import MetricLog, RunFolderError
+from verl_tim.diagnosis.restarts import as_json, restarts_of
 from verl_tim.diagnosis.run import Run, tracked_name
 from verl_tim.diagnosis.smoothing import Smoothing
 from verl_tim.diagnosis.speed import Speed, speed
@@ -147,6 +148,7 @@ class Comparison:
             "not_compared": self.what.unknown,
             "disagreements": self.disagreements,
             "mismatch": {run.name: vars(state) for run, state in zip(self.runs, self.states, strict=True)},
+            "restarts": {run.name: as_json(restarts_of(run.log)) for run in self.runs},
             "speed": {run.name: vars(speed) for run, speed in zip(self.runs, self.speeds, strict=True)},
         }
 

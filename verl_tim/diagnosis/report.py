@@ -121,7 +121,7 @@ class Report:
         """`report.json`."""
         run = self.comparison.to_dict()
         return {
-            **{key: run[key] for key in ("runs", "verdict", "mismatch", "speed")},
+            **{key: run[key] for key in ("runs", "verdict", "mismatch", "restarts", "speed")},
             "dumped_steps": self.steps,
             "dumped_tokens": 0 if self.dumped is None else len(self.dumped.tokens),
             "no_dumps": self.no_dumps,
