@@ -212,14 +212,58 @@ def test_a_tracker_without_values_is_named(tmp_path):
     assert "events holds no metric of any step" in " ".join(result.stderr.split())
 
 
-def test_pages_of_before_are_replaced(runs, tmp_path):
-    for words in (["compare", *runs], ["report", runs[1]]):
-        page = tmp_path / f"{words[0]}.html"
-        page.write_text("old")
-        assert runner.invoke(app, [*words, "--out", str(tmp_path)]).exit_code == 0
-        assert page.read_text() != "old"
-        words = [words[0], "--help"]
-        assert "are replaced" in " ".join(runner.invoke(app, words).output.replace("│", " ").split())
+def writers(runs, tmp_path):
+    """Commands that write, what they write and the words for the place."""
+    from fake_dumps import none, one_sign, write_dumps
+
+    dumped = [
+        str(write_dumps(tmp_path / name, mismatch)) for name, mismatch in (("a", one_sign(0.3, 0.02)), ("b", none))
+    ]
+    return [
+        (["compare", *runs, "--png"], ["compare.html", "compare.json", "compare.png"], ""),
+        (["report", runs[1]], ["report.html", "report.json"], ""),
+        (["baseline", runs[1]], ["baseline.json"], "baseline.json"),
+        (["calibrate", *dumped], ["calibrate.html", "calibrate.json", "correction/calibrated_a.yaml"], ""),
+    ]
+
+
+def test_files_of_an_earlier_call_are_replaced_and_no_others(runs, tmp_path):
+    out = tmp_path / "out"
+    for words, files, place in writers(runs, tmp_path):
+        words = [*words, "--out", str(out / place)]
+        assert runner.invoke(app, words).exit_code == 0
+        again = runner.invoke(app, words)
+        assert again.exit_code == 0, again.output
+        for file in files:
+            own = (out / file).read_bytes()
+            (out / file).write_text("mine")
+            result = runner.invoke(app, words)
+            assert result.exit_code == 2, (file, result.output)
+            assert "--out: " in result.stderr
+            assert str(out / file) in result.stderr.replace("\n", "")
+            assert (out / file).read_text() == "mine"
+            (out / file).write_bytes(own)
+        told = " ".join(runner.invoke(app, [words[0], "--help"]).output.replace("│", " ").split())
+        assert "of an earlier call" in told
+        assert "default: " in told
+
+
+def test_files_go_beside_the_runs_where_no_place_is_named(tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    pair = [write_run(tmp_path / "runs" / name, rollout=name, steps=4) for name in ("vexact", "stock")]
+    apart = write_run(tmp_path / "elsewhere" / "vexact", steps=4)
+    for words, place in (
+        (["compare", *pair], tmp_path / "runs" / "compare.html"),
+        (["compare", pair[1], apart], tmp_path / "here" / "compare.html"),
+        (["report", pair[1]], pair[1] / "report.html"),
+        (["report", apart / "metrics.jsonl"], apart / "report.html"),
+        (["baseline", pair[1]], tmp_path / "runs" / "baseline.json"),
+    ):
+        result = runner.invoke(app, [str(word) for word in words])
+        assert result.exit_code == 0, result.output
+        assert place.is_file(), words
+        assert str(place) in result.stderr
 
 
 @pytest.mark.parametrize("command", [("compare",), ("report",), ("baseline",), ("calibrate",), ("probe",)])

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from verl_tim.commands.output import bad_input, print_json, stderr, stdout, table, writing
+from verl_tim.commands.places import beside, refuse_foreign
 
 NAME = "baseline"
 HELP = "Store the usual mismatch of a model, dtype, hardware and pair of backends; later runs are watched against it."
@@ -16,7 +17,13 @@ NEEDS_ARGUMENTS = True
 
 def command(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders of one set-up.")],
-    out: Annotated[Path, typer.Option(help="File to write; one there is replaced.")] = Path("baseline.json"),
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="File to write; default: baseline.json in the folder that holds the runs, or in the current one where "
+            "they lie apart. That of an earlier call is replaced."
+        ),
+    ] = None,
     skip: Annotated[int, typer.Option(min=0, help="Steps to leave out at the beginning of each run.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the JSON instead of the table.")] = False,
 ) -> None:
@@ -26,7 +33,9 @@ def command(
     from verl_tim.diagnosis.input_error import InputError
     from verl_tim.launch.errors import LaunchError
 
+    out = out or beside(runs) / "baseline.json"
     with bad_input():
+        refuse_foreign(out)
         try:
             baseline = baseline_of(runs, skip=skip)
         except InputError as error:

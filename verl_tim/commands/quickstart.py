@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from verl_tim.commands.output import Failure, bad_input, print_json, stderr, stdout, table, writing
+from verl_tim.commands.places import refuse_foreign
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -53,6 +54,7 @@ def command(
         _say("1/5", "model and data: made once, then found again")
         if against not in PEERS:
             raise LaunchError.of("--against", f"is {against!r}", f"choose one of {', '.join(PEERS)}")
+        refuse_foreign(folder / "compare.json", folder / "compare.html", key="--dir")
         configs = {rollout: prepared(folder, rollout, overrides or []) for rollout in (EXACT, against)}
     for number, (rollout, config) in enumerate(configs.items(), start=2):
         _say(f"{number}/5", f"GRPO with rollout={rollout}: {WHAT[rollout]}")

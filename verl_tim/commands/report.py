@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from verl_tim.commands.output import bad_input, print_json, stderr, stdout, table, writing
+from verl_tim.commands.places import inside, refuse_foreign
 
 if TYPE_CHECKING:
     from verl_tim.diagnosis.report import WorstToken
@@ -29,9 +30,12 @@ def command(
     step: Annotated[
         list[int] | None, typer.Option(help="Dumped step to read; may be repeated. Default: ten, evenly over the run.")
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder for report.html and report.json; those there are replaced.")] = Path(
-        "."
-    ),
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for report.html and report.json; default: the run's. Those of an earlier call are replaced."
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the JSON instead of the table.")] = False,
 ) -> None:
     """Report."""
@@ -40,7 +44,9 @@ def command(
     from verl_tim.diagnosis.report import Report
     from verl_tim.launch.errors import LaunchError
 
+    out = out or inside(run)
     with bad_input():
+        refuse_foreign(out / "report.json", out / "report.html")
         try:
             report = Report.read(run, step)
         except InputError as error:

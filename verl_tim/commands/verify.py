@@ -121,7 +121,11 @@ def command(
         ),
     ] = None,
     out: Annotated[
-        Path, typer.Option(help="With --layers: folder for layers.html and layers.json; those there are replaced.")
+        Path,
+        typer.Option(
+            help="With --layers: folder for layers.html and layers.json; default: the current one. Those of an earlier "
+            "call are replaced."
+        ),
     ] = Path("."),
     tensor_parallel: Annotated[
         int, typer.Option(min=1, help="Ranks that share each weight's outputs in the rollout; bits must not change.")

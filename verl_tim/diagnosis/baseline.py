@@ -13,6 +13,7 @@ from typing import Any
 
 from verl_tim.diagnosis.input_error import InputError
 from verl_tim.diagnosis.manifest import Manifest
+from verl_tim.diagnosis.own_file import mark
 from verl_tim.diagnosis.run import Run
 
 FORMAT = 1
@@ -132,7 +133,7 @@ class Baseline:
     left_out: list[LeftOut] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        return {"format": FORMAT, **asdict(self)}
+        return {**mark("baseline"), "format": FORMAT, **asdict(self)}
 
     def write(self, path: Path) -> Path:
         """As JSON, whole or not at all."""

@@ -25,6 +25,7 @@ from verl_tim.correction.tokens import prepare_tokens
 from verl_tim.diagnosis.dumped import Dumped
 from verl_tim.diagnosis.halves import CalibrationError, Half, enough, halves, part_of
 from verl_tim.diagnosis.manifest import MANIFEST_NAME, Manifest
+from verl_tim.diagnosis.own_file import MARK, mark
 
 # Tokens that a threshold would reject, as shares: from a little below what is allowed to far above.
 SHARES = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.007, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.4)
@@ -122,7 +123,7 @@ class Calibration:
         if self.chosen is not None:
             content["chosen"]["threshold"] = self.chosen.threshold
         content |= {"mismatch_run": str(self.mismatch_run), "exact_run": str(self.exact_run)}
-        return {"criterion": self.criterion(), "confirmed": self.confirmed, **content}
+        return {**mark("calibrate"), "criterion": self.criterion(), "confirmed": self.confirmed, **content}
 
     def config(self, *, weights: bool) -> RolloutCorrectionConfig:
         """The chosen rule as a correction, with token weights capped at `TRUNCATION` or without weights."""
@@ -148,6 +149,7 @@ class Calibration:
         seen, checked = self.chosen.mismatch, self.held_out
         comment = [
             "@package _global_",
+            f"{MARK} calibrate",
             f"{self.chosen.rule} from token dumps: {self.criterion()}.",
             f"Rejected: 0 of {self.exact_tokens:,} zero-mismatch tokens, {seen.rejected:.3%} of the mismatching run's "
             f"(held out: {checked.rejected:.3%}).",

@@ -26,6 +26,7 @@ from verl_tim.diagnosis.groups import Group, named_groups, seed_groups
 from verl_tim.diagnosis.input_error import InputError
 from verl_tim.diagnosis.manifest import Difference, Manifest
 from verl_tim.diagnosis.metric_log import MetricLog, RunFolderError
+from verl_tim.diagnosis.own_file import mark
 from verl_tim.diagnosis.restarts import as_json, restarts_of
 from verl_tim.diagnosis.run import Run, tracked_name
 from verl_tim.diagnosis.smoothing import Smoothing
@@ -120,6 +121,7 @@ class Comparison:
     def to_dict(self) -> dict[str, Any]:
         """`compare.json`."""
         return {
+            **mark("compare"),
             "runs": [
                 {
                     "name": run.name,
