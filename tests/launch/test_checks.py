@@ -15,6 +15,8 @@ from verl_tim.launch.start import composed, make_ready
 
 from .conftest import ROW
 
+ROLLOUT = "actor_rollout_ref.rollout.name"
+
 
 def only(findings):
     (finding,) = list(findings)
@@ -413,7 +415,7 @@ def not_installed(name):
 def test_vllm_without_gpu_is_its_build_for_cpus(config_of, monkeypatch, version, accepted):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     monkeypatch.setattr("verl_tim.rollout.vllm_cpu.installed", lambda: version)
-    assert [finding.key for finding in machine.check(config_of("rollout=vllm"))] == [] if accepted else ["rollout"]
+    assert [finding.key for finding in machine.check(config_of("rollout=vllm"))] == [] if accepted else [ROLLOUT]
 
 
 @pytest.fixture
@@ -428,11 +430,11 @@ def test_vllm_without_gpu_and_package(config_of, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     config = config_of("rollout=vllm", "tracker=wandb")
     finding = only(machine.check(config))
-    assert finding.key == "rollout"
+    assert finding.key == ROLLOUT
     assert "vllm is not installed" in finding.problem
     assert "scripts/vllm_cpu.sh" in finding.remedy
     found = {finding.key: finding.remedy for finding in machine.check_packages(config)}
-    assert "rollout" not in found, "one thing is missing, and one remedy mends it"
+    assert ROLLOUT not in found, "one thing is missing, and one remedy mends it"
     assert "verl_tim[wandb]" in found["trainer.logger"]
     assert "TransferQueue" in found["trainer.use_v1"]
 
@@ -445,7 +447,7 @@ def test_vllm_without_package_where_there_are_gpus(config_of, monkeypatch, gpus,
     monkeypatch.setattr("verl_tim.launch.checks.machine.joins_a_cluster", lambda config: cluster)
     assert not list(machine.check(config))
     found = {finding.key: finding.remedy for finding in machine.check_packages(config)}
-    assert "verl_tim[gpu]" in found["rollout"]
+    assert "verl_tim[gpu]" in found[ROLLOUT]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,11 @@ import typer
 from verl_tim.commands.output import bad_input, print_json, stdout, table
 
 if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
     from verl_tim.doctor.examine import Report
+    from verl_tim.doctor.rule import Violation
     from verl_tim.doctor.source import Source
 
 NAME = "doctor"
@@ -84,9 +88,25 @@ def _show(source: Source, result: Report, correction: str) -> None:
         stdout().print(correction, markup=False, soft_wrap=True)
     console = stdout()  # what was found is the result: `doctor FILE > log` keeps it
     for one in result.violations:
-        head = f"{one.level.value}, {one.severity.value}" if one.level.value != "note" else "note"
-        console.print(Text.assemble((f"{one.key}: ", f"bold {_COLOURS[one.level.value]}"), one.problem), soft_wrap=True)
-        console.print(Text(f"  {one.rule} ({head}): {one.why}", style="dim"))
-        console.print(Text.assemble(("  -> ", "bold"), one.remedy), soft_wrap=True)
+        _say(console, one, lead=Text(f"{one.key}: ", style=f"bold {_COLOURS[one.level.value]}"))
+        for other in one.also:
+            _say(console, other, lead=Text("  also: ", style="bold"))
     counts = ", ".join(f"{number} {level}{'s' * (number != 1)}" for level, number in result.counts.items())
+    if blocking := sum(one.blocks for one in result.violations):
+        counts += f"; {blocking} of the errors keep{'s' * (blocking == 1)} the run from starting"
     stdout().print(counts if result.violations else "Nothing found: this run can start.")
+
+
+def _say(console: Console, one: Violation, *, lead: Text) -> None:
+    """What one rule found: what is there, which rule says so and why, what to do."""
+    from rich.text import Text
+
+    words = [one.level.value]
+    # what does not start hangs nowhere, and a note's severity is its level
+    if one.severity.value != "note" and not (one.blocks and one.rule.startswith("start.")):
+        words.append(one.severity.value)
+    if one.blocks:
+        words.append("keeps the run from starting")
+    console.print(Text.assemble(lead, one.problem), soft_wrap=True)
+    console.print(Text(f"  {one.rule} ({', '.join(words)}): {one.why}", style="dim"))
+    console.print(Text.assemble(("  -> ", "bold"), one.remedy), soft_wrap=True)

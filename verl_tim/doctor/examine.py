@@ -35,7 +35,8 @@ class Report:
     """What was found.
 
     Attributes:
-        violations: errors first, in the order of the rules.
+        violations: errors first, of those what keeps a run from starting first, then what ends it later; one per
+            setting, and otherwise in the order of the rules.
         checks: the start-up checks that apply to this config.
     """
 
@@ -68,13 +69,34 @@ def examine(view: View, *, exact: bool = False, folder_is_free: bool = True) -> 
     found += [(rule, finding) for rule, finding in at_start if (_key(finding), finding.problem) not in said]
     violations = []
     for rule, finding in found:
-        is_error = rule.at_start or (_key(finding), finding.problem) in refused
-        level = Level.ERROR if is_error else _level(rule.severity, held_to_exactness)
+        blocks = rule.at_start or (_key(finding), finding.problem) in refused
+        level = Level.ERROR if blocks else _level(rule.severity, held_to_exactness)
         remedy = finding.remedy or rule.remedy
-        violations.append(Violation(rule.id, rule.severity, level, _key(finding), finding.problem, rule.why, remedy))
-    order = list(Level)
-    violations.sort(key=lambda violation: order.index(violation.level))
-    return Report(tuple(dict.fromkeys(violations)), checks)
+        violations.append(
+            Violation(rule.id, rule.severity, level, _key(finding), finding.problem, rule.why, remedy, blocks)
+        )
+    return Report(tuple(_one_per_setting(view, sorted(dict.fromkeys(violations), key=_weight))), checks)
+
+
+def _weight(violation: Violation) -> tuple[int, int]:
+    """What is to be mended first, first."""
+    stops = violation.severity is Severity.STOPS
+    return list(Level).index(violation.level), 0 if violation.blocks else 1 if stops else 2
+
+
+def _one_per_setting(view: View, violations: Iterable[Violation]) -> list[Violation]:
+    """A setting has one value, so what several rules find in it is one mistake: the first leads, with the others in it.
+
+    What is found in a group as a whole stays apart: it may be about different keys of the group.
+    """
+    by_key: dict[str, list[Violation]] = {}
+    apart: list[list[Violation]] = []
+    for one in violations:
+        if one.key not in by_key or OmegaConf.is_dict(OmegaConf.select(view.config, one.key, throw_on_missing=False)):
+            by_key[one.key] = []
+            apart.append(by_key[one.key])
+        by_key[one.key].append(one)
+    return [first._replace(also=tuple(others)) for first, *others in apart]
 
 
 def _level(severity: Severity, held_to_exactness: bool) -> Level:

@@ -183,7 +183,7 @@ def _check(config: DictConfig) -> tuple[str, ...]:
     found = [
         Finding(one.key, one.problem, one.remedy)
         for one in report.violations
-        if one.rule.startswith("start.") and one.key not in hidden
+        if one.blocks and one.key not in hidden
     ]
     if found:
         raise LaunchError(found)
