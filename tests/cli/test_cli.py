@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from typer.testing import CliRunner
 
 from verl_tim.cli import app
-from verl_tim.commands import train
+from verl_tim.commands import quickstart, train
 from verl_tim.commands.headline import headline
 from verl_tim.launch import process
 
@@ -273,6 +273,29 @@ def test_quickstart_runs_both_once(monkeypatch, small, fake_verl, tmp_path):
     metrics.write_text(metrics.read_text().splitlines(keepends=True)[0])
     assert runner.invoke(app, words).exit_code == 0
     assert started == ["vexact", "stock", "stock"]
+
+
+@pytest.mark.parametrize("printed", ['{"passed": true}', ""])
+def test_quickstart_marks_the_gates_report_and_replaces_no_other(monkeypatch, small, fake_verl, tmp_path, printed):
+    fake_verl()
+    folder = tmp_path / "quick"
+    result = folder / "verify.json"
+    folder.mkdir()
+    done = subprocess.CompletedProcess([], 0 if printed else 1, printed)
+    with monkeypatch.context() as patch:
+        patch.setattr("subprocess.run", lambda *words, **options: done)
+        report = json.loads(printed) if printed else None
+        assert quickstart.verify(folder / "vexact", result) == {"exit_code": done.returncode, "report": report}
+    written = json.loads(result.read_text())
+    assert written.pop("about") == "written by verl-tim quickstart"
+    assert written == (report or {"exit_code": 1})
+
+    words = ["quickstart", "--dir", str(folder), *(word for word in small if "run_dir" not in word)]
+    result.write_text(printed)
+    refused = runner.invoke(app, words)
+    assert refused.exit_code == 2
+    assert f"{result} is there already" in refused.stderr.replace("\n", "")
+    assert not (folder / "vexact").exists()
 
 
 def test_quickstart_against_vllm(monkeypatch, small, fake_verl, tmp_path):

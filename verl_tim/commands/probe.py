@@ -141,6 +141,8 @@ def run(settings: ProbeSettings, *, dump: Path | None = None, hidden: int = 0) -
         )
     if dump is not None and not dump.absolute().parent.is_dir():
         raise LaunchError.of("--dump", f"there is no folder {dump.absolute().parent}", "make it, or give another file")
+    if dump is not None:
+        refuse_foreign(dump, key="--dump")
     refuse_unreadable(settings.model, "config", "tokenizer")
     tokenizer = AutoTokenizer.from_pretrained(settings.model)
     try:

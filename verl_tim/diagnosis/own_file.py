@@ -7,9 +7,10 @@ from pathlib import Path
 from verl_tim.diagnosis.input_error import InputError
 
 MARK = "written by verl-tim"
-"""Near the beginning of every page, JSON file, picture and option that a command writes and may write again."""
+"""Near the beginning or the end of every page, JSON file, picture, option and dump that a command writes and may write
+again."""
 MARK_KEY = "about"  # in JSON, the first key
-_HEAD = 4096  # bytes in which the mark stands
+_NEAR = 4096  # bytes, from the beginning or the end, in which the mark stands
 
 
 def mark(command: str) -> dict[str, str]:
@@ -31,10 +32,17 @@ def refuse_foreign(*paths: Path, key: str = "--out") -> None:
     for path in paths:
         if not path.is_file():
             continue
-        with open(path, "rb") as file:
-            if MARK.encode() not in file.read(_HEAD):
-                raise InputError(
-                    f"{path.absolute()} is there already, and no verl-tim that marks its files wrote it",
-                    "move it away, or name another place; what is not marked is not replaced",
-                    key=key,
-                )
+        if not _is_marked(path):
+            raise InputError(
+                f"{path.absolute()} is there already, and no verl-tim that marks its files wrote it",
+                "move it away, or name another place; what is not marked is not replaced",
+                key=key,
+            )
+
+
+def _is_marked(path: Path) -> bool:
+    with open(path, "rb") as file:
+        head = file.read(_NEAR)
+        # Parquet keeps what is said of a file, and a zip archive its comment, at the end
+        file.seek(max(0, path.stat().st_size - _NEAR))
+        return MARK.encode() in head or MARK.encode() in file.read()
