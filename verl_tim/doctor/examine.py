@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -15,6 +15,7 @@ from verl_tim.doctor.view import View
 from verl_tim.launch.checks import CHECKS, Check, keys, one_per_key, run_checks, verl_config
 from verl_tim.launch.run_folder import check_free
 from verl_tim.training.finding import Finding
+from verl_tim.training.remedy import typeable
 
 # Checks of things that are made at the start, where a config leaves them to this package.
 _MADE = {"model": "actor_rollout_ref.model.path", "tokenizer": "actor_rollout_ref.model.path"}
@@ -71,7 +72,7 @@ def examine(view: View, *, exact: bool = False, folder_is_free: bool = True) -> 
     for rule, finding in found:
         blocks = rule.at_start or (_key(finding), finding.problem) in refused
         level = Level.ERROR if blocks else _level(rule.severity, held_to_exactness)
-        remedy = finding.remedy or rule.remedy
+        remedy = typeable(finding.remedy or rule.remedy, view.given)
         violations.append(
             Violation(rule.id, rule.severity, level, _key(finding), finding.problem, rule.why, remedy, blocks)
         )
@@ -140,7 +141,9 @@ def _start(view: View, folder_is_free: bool) -> tuple[tuple[CheckState, ...], li
             looked = check in ran
         for rule, finding in pairs:
             by_key.setdefault(_key(finding), (rule, finding))
-        findings = one_per_key(finding for _, finding in pairs)
+        findings = [
+            replace(one, remedy=typeable(one.remedy, view.given)) for one in one_per_key(one for _, one in pairs)
+        ]
         states.append(CheckState(check, _state(check, findings, looked, view), tuple(findings)))
     return tuple(states), list(by_key.values())
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -38,6 +38,7 @@ from verl_tim.training.dtypes import canonical
 from verl_tim.training.finding import Finding
 from verl_tim.training.model_file import model_file
 from verl_tim.training.on_policy import on_policy
+from verl_tim.training.remedy import typeable
 from verl_tim.training.replay_checks import replay_findings
 from verl_tim.training.reuse_checks import reuse_findings
 from verl_tim.training.vllm_checks import INVARIANT, invariance_findings, route_findings
@@ -70,7 +71,8 @@ def check(config: DictConfig, *, cluster: Cluster | None = None) -> None:
     """Raise `ConfigError` with every finding, if there are any."""
     found = findings(config, cluster=cluster)
     if found:
-        lines = "\n".join(f"  - {finding}" for finding in found)
+        told = (replace(one, remedy=typeable(one.remedy, config)) for one in found)
+        lines = "\n".join(f"  - {finding}" for finding in told)
         raise ConfigError(f"this run cannot work as configured:\n{lines}")
 
 
