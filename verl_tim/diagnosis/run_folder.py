@@ -17,6 +17,7 @@ from typing import Any
 
 import yaml
 
+from verl_tim import broken_yaml
 from verl_tim.diagnosis.manifest import MANIFEST_NAME, Manifest, flatten
 from verl_tim.diagnosis.metric_log import MetricLog, Record, RunFolderError, read_json_lines, read_metrics_file
 from verl_tim.diagnosis.process import DETERMINISM_VARIABLES
@@ -192,7 +193,8 @@ class RunFolder:
         try:
             content = yaml.safe_load(file.read_text(encoding="utf-8"))
         except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise RunFolderError(f"{file} is not YAML: {error}") from error
+            problem, remedy = broken_yaml.explain(error, file)
+            raise RunFolderError(f"{file} is not YAML: {problem}", remedy) from error
         if not isinstance(content, dict):
             raise RunFolderError(f"{file} must hold a mapping, got {type(content).__name__}")
         return content
