@@ -8,7 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from verl_tim.launch import prepare
-from verl_tim.launch.checks import data, keys, machine, model, prometheus, verl_config
+from verl_tim.launch.checks import all_findings, data, keys, machine, model, prometheus, verl_config
 from verl_tim.launch.errors import LaunchError
 from verl_tim.launch.run_folder import check_free, claim
 from verl_tim.launch.start import composed, make_ready
@@ -164,6 +164,20 @@ def test_keys_that_verls_classes_refuse_are_named_one_by_one_and_once(config_of)
         (key, "take it out") for key in unknown
     ]
     assert list(verl_config.check_verl(config)) == []
+
+
+def test_the_keys_are_compared_with_verls_once(config_of, monkeypatch, tmp_path):
+    """Also where data are made between two rounds of checks, and where one key is wrong."""
+    looked = []
+    compare = keys._misspelt
+    monkeypatch.setattr(keys, "_misspelt", lambda *words: looked.extend([1] * (words[2] == "")) or compare(*words))
+    assert [finding.key for finding in all_findings(config_of("+data.sead=1"))] == ["data.sead"]
+    assert len(looked) == 1
+    looked.clear()
+    config = config_of("tim.task.train_size=32", "tim.task.val_size=4", "data.train_files=null", "data.val_files=null")
+    make_ready(config, progress=False)
+    assert config.data.train_files.startswith(f"{tmp_path}/cache")
+    assert len(looked) == 1
 
 
 def test_verls_classes_are_asked_one_and_all(config_of):
