@@ -26,6 +26,11 @@ HELP = (
 )
 NEEDS_ARGUMENTS = False
 
+_NONE_NAMED = """No run was named: that was {source}, the default, as it is. A run of yours:
+    verl-tim doctor recipe=NAME KEY=VALUE ...   what verl-tim train is given
+    verl-tim doctor FILE.yaml KEY=VALUE ...     any config of verl's
+    verl-tim doctor RUN_FOLDER                  the config of a run that was started"""
+
 _COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}
 
 
@@ -51,9 +56,13 @@ def command(
     from verl_tim.doctor.machine import Machine
     from verl_tim.doctor.source import read
     from verl_tim.doctor.view import View
+    from verl_tim.launch.prepare import find_made
+    from verl_tim.training.remedy import has_groups
 
     with bad_input():
         source = read(words or [], config_path=config_path, config_name=config_name)
+        if machine and has_groups(source.config):
+            find_made(source.config)
     view = View(source.config, Machine.here() if machine else None, source.underscore_numbers)
     result = examine(view, exact=exact, folder_is_free=not source.is_a_run)
     correction = view.correction
@@ -73,12 +82,14 @@ def command(
             }
         )
     else:
-        _show(source, result, correction.describe() if correction is not None else "")
+        _show(source, result, correction.describe() if correction is not None else "", machine=machine)
+        if not (words or config_path or config_name):
+            stdout().print(_NONE_NAMED.format(source=source.name), markup=False, soft_wrap=True)
     if result.errors:
         raise typer.Exit(1)
 
 
-def _show(source: Source, result: Report, correction: str) -> None:
+def _show(source: Source, result: Report, correction: str, *, machine: bool) -> None:
     from rich.text import Text
 
     colours = {"ok": "green", "fails": "red", "made at start": "dim", "not looked at": "yellow"}
@@ -94,7 +105,13 @@ def _show(source: Source, result: Report, correction: str) -> None:
     counts = ", ".join(f"{number} {level}{'s' * (number != 1)}" for level, number in result.counts.items())
     if blocking := sum(one.blocks for one in result.violations):
         counts += f"; {blocking} of the errors keep{'s' * (blocking == 1)} the run from starting"
-    stdout().print(counts if result.violations else "Nothing found: this run can start.")
+    if result.violations:
+        said = f"In {source.name}{' and on this machine' if machine else ''}: {counts}."
+    elif machine:
+        said = f"Nothing found in {source.name}, nor on this machine: this run can start."
+    else:
+        said = f"Nothing found in {source.name}."
+    console.print(said if machine else f"{said} This machine was left out.", markup=False, soft_wrap=True)
 
 
 def _say(console: Console, one: Violation, *, lead: Text) -> None:

@@ -17,7 +17,7 @@ from verl_tim.launch.run_folder import check_free
 from verl_tim.training.finding import Finding
 from verl_tim.training.remedy import typeable
 
-# Checks of things that are made at the start, where a config leaves them to this package.
+# Checks of things that are made at the start, where a config leaves them to this package and names no path.
 _MADE = {"model": "actor_rollout_ref.model.path", "tokenizer": "actor_rollout_ref.model.path"}
 _MADE_DATA = ("data.train_files", "data.val_files")
 

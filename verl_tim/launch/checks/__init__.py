@@ -79,8 +79,8 @@ def run_checks(config: DictConfig, checks: Sequence[Check] = CHECKS) -> list[tup
     """Every check and what it found.
 
     Where data or model are still to be made (null), only the check of the keys speaks about them. Values that cannot be
-    meant end the list: nothing else can be said before they are right. Checks without that of the spelling: the keys are
-    known to be right.
+    meant end the list: nothing else can be said before they are right. A list without the check of the spelling is for
+    keys that are known to be right.
     """
     null = {key for key in keys.MADE_FROM if OmegaConf.select(config, key, throw_on_missing=False) is None}
     results: list[tuple[Check, list[Finding]]] = []
