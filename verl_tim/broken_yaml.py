@@ -17,9 +17,10 @@ def explain(error: yaml.YAMLError | UnicodeDecodeError, file: Path | None = None
     """
     mark = getattr(error, "problem_mark", None)
     if mark is None:  # a byte that no text or no YAML holds, met before lines are counted
-        place = file or getattr(error, "name", "the file")
+        named: object = getattr(error, "name", "the file")
+        place = str(file or named)
         return f"{_one_line(getattr(error, 'reason', error))} ({place})", f"save {place} as plain text in UTF-8"
-    place = file or mark.name
+    place = str(file or mark.name)
     begin = getattr(error, "context_mark", None)
     begun = f"; begun in line {begin.line + 1}" if begin is not None and begin.line != mark.line else ""
     problem = _one_line(getattr(error, "problem", None) or getattr(error, "context", None) or error)
