@@ -162,3 +162,4 @@ def test_a_laptop_with_a_plain_yaml_is_told_what_it_can_write(plain_file):
     remedies = told(examine(View(read([str(plain_file), *words]).config, machine)))
     assert len(remedies) > 10
     assert not [remedy for remedy in remedies if GROUP_WORD.search(remedy) or half_keys(remedy)]
+    assert "Set +actor_rollout_ref.model.override_config.attn_implementation=sdpa" in remedies

@@ -194,5 +194,5 @@ def _returned(get: _Get, cpu_only: bool) -> Iterator[Finding]:
             _AGENT_KEY,
             f"it is {manager}: verl's own agent loop fills what a rollout does not return with expert 0, and checks "
             "nothing",
-            f"Set it to {_AGENT_LOOP} (with + before the key on a plain verl command line)",
+            f"Set {_AGENT_KEY}={_AGENT_LOOP}",
         )

@@ -243,13 +243,10 @@ def _cpu_machine(view: View, _: Cluster | None) -> Iterator[Finding]:
             "verl has no training engine for CPUs, and this key brings one",
             f"Set it to {EXTERNAL_LIB}",
         )
-    attention = view.get("actor_rollout_ref.model.override_config.attn_implementation", "flash_attention_2")
+    key = "actor_rollout_ref.model.override_config.attn_implementation"
+    attention = view.get(key, "flash_attention_2")
     if str(attention).startswith("flash"):
-        yield Finding(
-            "actor_rollout_ref.model.override_config.attn_implementation",
-            f"{attention} needs a GPU",
-            "Set it to sdpa (with + before the key on a plain verl command line)",
-        )
+        yield Finding(key, f"{attention} needs a GPU", f"Set {key}=sdpa")
     if view.attention_contract == "fa3":
         yield Finding(ATTENTION_KEY, "fa3 needs a Hopper GPU", "Set it to chunk64")
     if view.get("actor_rollout_ref.model.enable_activation_offload", False):
