@@ -15,9 +15,12 @@ from typer.testing import CliRunner
 
 import verl_tim
 from verl_tim.cli import app
-from verl_tim.commands import train
+from verl_tim.commands import quickstart, train
 from verl_tim.commands.headline import headline
 from verl_tim.launch import process
+from verl_tim.tasks import base_model
+from verl_tim.tasks.artifact import cached_folder, make_once
+from verl_tim.tasks.task_data import task_files
 
 runner = CliRunner()
 
@@ -244,6 +247,59 @@ def test_doctor_passes_a_good_config(small):
     assert {check["name"]: check["state"] for check in report["checks"]}["data"] == "made at start"
 
 
+def in_cache(model_folder, cache):
+    """A model as the default recipe's, put where the cache keeps it."""
+    spec = base_model.base_model_spec("qwen3", task="chain_sum")
+    folder = cached_folder("models", "qwen3-chain_sum", spec, cache)
+
+    def build(work):
+        shutil.copytree(model_folder, work, dirs_exist_ok=True)
+        return {}
+
+    return make_once(folder, base_model.CARD, spec, build)
+
+
+def test_doctor_looks_at_what_the_cache_holds_and_makes_nothing(small, model_folder, tmp_path):
+    def states(*more):
+        result = runner.invoke(app, ["doctor", "--json", *small[1:], *more])
+        return result, {check["name"]: check["state"] for check in json.loads(result.stdout).get("checks", [])}
+
+    looked_at = ("model", "tokenizer", "data")
+    _, before = states()
+    assert [before[name] for name in looked_at] == ["made at start"] * 3
+    assert not (tmp_path / "cache").exists()
+    folder = in_cache(model_folder, tmp_path / "cache")
+    task_files("chain_sum", train_size=32, val_size=4, cache_dir=tmp_path / "cache", progress=False)
+    result, after = states()
+    assert [after[name] for name in looked_at] == ["ok"] * 3, result.output
+    _, elsewhere = states("--no-machine")
+    assert [elsewhere[name] for name in looked_at] == ["made at start"] * 3
+    # what a start would refuse
+    (folder / "config.json").write_text("{}")
+    result, _ = states()
+    assert result.exit_code == 2
+    (found,) = json.loads(result.stdout)["error"]["problems"]
+    assert "config.json changed since it was made" in found["problem"]
+    _, wrong = states("tim.model.kind=gpt")
+    assert wrong["to be made"] == "fails"
+
+
+def test_doctor_says_what_was_looked_at_and_how_to_look_at_a_run(small, monkeypatch):
+    named = runner.invoke(app, ["doctor", *small])
+    assert "Nothing found in recipe cpu_grpo, nor on this machine: this run can start." in named.stdout
+    assert "verl-tim doctor" not in named.stdout
+    elsewhere = runner.invoke(app, ["doctor", "--no-machine", *small])
+    assert "Nothing found in recipe cpu_grpo. This machine was left out." in elsewhere.stdout
+    found = runner.invoke(app, ["doctor", *small, "actor_rollout_ref.model.use_liger=true"])
+    assert "In recipe cpu_grpo and on this machine: 1 error," in found.stdout
+
+    alone = runner.invoke(app, ["doctor"])
+    told = " ".join(alone.stdout.split())
+    assert "No run was named: that was recipe cpu_grpo, the default, as it is." in told
+    for words in ("recipe=NAME KEY=VALUE", "FILE.yaml", "RUN_FOLDER"):
+        assert f"verl-tim doctor {words}" in told
+
+
 def test_doctor_lists_every_finding(small):
     bad = [
         "ray_kwargs.ray_init.num_cpus=2",
@@ -314,6 +370,29 @@ def test_quickstart_runs_both_once(monkeypatch, small, fake_verl, tmp_path):
     metrics.write_text(metrics.read_text().splitlines(keepends=True)[0])
     assert runner.invoke(app, words).exit_code == 0
     assert started == ["vexact", "stock", "stock"]
+
+
+@pytest.mark.parametrize("printed", ['{"passed": true}', ""])
+def test_quickstart_marks_the_gates_report_and_replaces_no_other(monkeypatch, small, fake_verl, tmp_path, printed):
+    fake_verl()
+    folder = tmp_path / "quick"
+    result = folder / "verify.json"
+    folder.mkdir()
+    done = subprocess.CompletedProcess([], 0 if printed else 1, printed)
+    with monkeypatch.context() as patch:
+        patch.setattr("subprocess.run", lambda *words, **options: done)
+        report = json.loads(printed) if printed else None
+        assert quickstart.verify(folder / "vexact", result) == {"exit_code": done.returncode, "report": report}
+    written = json.loads(result.read_text())
+    assert written.pop("about") == "written by verl-tim quickstart"
+    assert written == (report or {"exit_code": 1})
+
+    words = ["quickstart", "--dir", str(folder), *(word for word in small if "run_dir" not in word)]
+    result.write_text(printed)
+    refused = runner.invoke(app, words)
+    assert refused.exit_code == 2
+    assert f"{result} is there already" in refused.stderr.replace("\n", "")
+    assert not (folder / "vexact").exists()
 
 
 def test_quickstart_against_vllm(monkeypatch, small, fake_verl, tmp_path):

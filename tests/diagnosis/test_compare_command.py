@@ -96,18 +96,68 @@ def test_band_options_act(runs, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "remedy"),
     [
-        (["--smooth", "ema:2"], "is none of off, ema:WEIGHT"),
+        (["--smooth", "ema:2"], "give off, ema:WEIGHT (0 < WEIGHT < 1) or rolling:STEPS (STEPS >= 2)"),
+        (["--band-z", "0"], "give a positive number"),
         (["--band-window", "1"], "give at least 3 steps"),
-        (["--baseline", "nobody"], "is none of the runs compared: vexact, stock"),
-        (["--group", "x=zzz*"], "matches no run"),
+        (["--band-steps", "0"], "give at least 1 step"),
+        (["--baseline", "nobody"], "choose one of vexact, stock"),
+        (["--group", "x"], "give a label and a pattern"),
+        (["--group", "x=zzz*"], "give a pattern over the names vexact, stock"),
+        (["--group", "x=*", "--group", "y=stock"], "give patterns that share no run"),
+        (["--group", "vexact=stock"], "give labels that differ"),
+        (["--name", "x"], "one for each run"),
     ],
 )
-def test_what_does_not_fit_is_refused(runs, tmp_path, words, message):
-    result = invoke(*runs, "--out", tmp_path, *words)
+def test_an_option_that_does_not_fit_is_named_with_what_would(runs, tmp_path, words, remedy):
+    result = invoke(*runs, "--out", tmp_path / "out", "--json", *words)
     assert result.exit_code == 2
-    assert message in " ".join(result.stderr.split())
+    (found,) = json.loads(result.stdout)["error"]["problems"]
+    assert found["key"] == words[0]
+    assert remedy in found["remedy"]
+    assert remedy not in found["problem"]
+    assert "--help" not in found["remedy"]
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "remedy"),
+    [
+        (["calibrate", "--rule", "nope"], "choose among token_k1, "),
+        (["calibrate", "--max-share", "3"], "give a share between 0 and 1"),
+        (["calibrate", "--step", "9"], "name dumped steps: 1"),
+        (["report", "--step", "9"], "name dumped steps: 1"),
+        (["baseline", "--skip", "99"], "skip fewer than 4"),
+    ],
+)
+def test_so_is_one_of_the_other_commands(tmp_path, words, remedy):
+    from fake_dumps import none, one_sign, write_dumps
+
+    pair = [
+        str(write_dumps(write_run(tmp_path / "stock", rollout="stock", steps=4), one_sign(0.3, 0.02))),
+        str(write_dumps(write_run(tmp_path / "vexact", steps=4), none)),
+    ]
+    command, *option = words
+    result = runner.invoke(
+        app, [command, *pair[: 2 if command == "calibrate" else 1], *option, "--out", str(tmp_path / "o"), "--json"]
+    )
+    assert result.exit_code == 2, result.output
+    (found,) = json.loads(result.stdout)["error"]["problems"]
+    assert found["key"] == option[0]
+    assert remedy in found["remedy"]
+
+
+@pytest.mark.parametrize("command", ["compare", "report", "same", "baseline"])
+def test_the_remedy_for_an_empty_folder_is_said_once(runs, tmp_path, command):
+    (tmp_path / "empty").mkdir()
+    words = [command, str(tmp_path / "empty"), *(runs[:1] if command in ("compare", "same") else [])]
+    result = runner.invoke(app, [*words, "--json"])
+    assert result.exit_code == 2
+    (found,) = json.loads(result.stdout)["error"]["problems"]
+    assert found["key"] == "RUN"
+    assert found["problem"].endswith("no .wandb file)")
+    assert result.stderr.count("give ") == 1
 
 
 def test_a_group_is_named(runs, tmp_path):
@@ -162,14 +212,58 @@ def test_a_tracker_without_values_is_named(tmp_path):
     assert "events holds no metric of any step" in " ".join(result.stderr.split())
 
 
-def test_pages_of_before_are_replaced(runs, tmp_path):
-    for words in (["compare", *runs], ["report", runs[1]]):
-        page = tmp_path / f"{words[0]}.html"
-        page.write_text("old")
-        assert runner.invoke(app, [*words, "--out", str(tmp_path)]).exit_code == 0
-        assert page.read_text() != "old"
-        words = [words[0], "--help"]
-        assert "are replaced" in " ".join(runner.invoke(app, words).output.replace("│", " ").split())
+def writers(runs, tmp_path):
+    """Commands that write, what they write and the words for the place."""
+    from fake_dumps import none, one_sign, write_dumps
+
+    dumped = [
+        str(write_dumps(tmp_path / name, mismatch)) for name, mismatch in (("a", one_sign(0.3, 0.02)), ("b", none))
+    ]
+    return [
+        (["compare", *runs, "--png"], ["compare.html", "compare.json", "compare.png"], ""),
+        (["report", runs[1]], ["report.html", "report.json"], ""),
+        (["baseline", runs[1]], ["baseline.json"], "baseline.json"),
+        (["calibrate", *dumped], ["calibrate.html", "calibrate.json", "correction/calibrated_a.yaml"], ""),
+    ]
+
+
+def test_files_of_an_earlier_call_are_replaced_and_no_others(runs, tmp_path):
+    out = tmp_path / "out"
+    for words, files, place in writers(runs, tmp_path):
+        words = [*words, "--out", str(out / place)]
+        assert runner.invoke(app, words).exit_code == 0
+        again = runner.invoke(app, words)
+        assert again.exit_code == 0, again.output
+        for file in files:
+            own = (out / file).read_bytes()
+            (out / file).write_text("mine")
+            result = runner.invoke(app, words)
+            assert result.exit_code == 2, (file, result.output)
+            assert "--out: " in result.stderr
+            assert str(out / file) in result.stderr.replace("\n", "")
+            assert (out / file).read_text() == "mine"
+            (out / file).write_bytes(own)
+        told = " ".join(runner.invoke(app, [words[0], "--help"]).output.replace("│", " ").split())
+        assert "of an earlier call" in told
+        assert "default: " in told
+
+
+def test_files_go_beside_the_runs_where_no_place_is_named(tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    pair = [write_run(tmp_path / "runs" / name, rollout=name, steps=4) for name in ("vexact", "stock")]
+    apart = write_run(tmp_path / "elsewhere" / "vexact", steps=4)
+    for words, place in (
+        (["compare", *pair], tmp_path / "runs" / "compare.html"),
+        (["compare", pair[1], apart], tmp_path / "here" / "compare.html"),
+        (["report", pair[1]], pair[1] / "report.html"),
+        (["report", apart / "metrics.jsonl"], apart / "report.html"),
+        (["baseline", pair[1]], tmp_path / "runs" / "baseline.json"),
+    ):
+        result = runner.invoke(app, [str(word) for word in words])
+        assert result.exit_code == 0, result.output
+        assert place.is_file(), words
+        assert str(place) in result.stderr
 
 
 @pytest.mark.parametrize("command", [("compare",), ("report",), ("baseline",), ("calibrate",), ("probe",)])
@@ -214,3 +308,46 @@ def test_many_runs_stand_below_each_other_and_lose_no_number(tmp_path, monkeypat
     for row in comparison.summary():
         for value in (value for values in row.values for value in values):
             assert written(value, row.kind) in text
+
+
+def with_restarts(path, restarts):
+    """`restarts`: step -> replicas that died in it; 0 in the others, as a run logs it."""
+    file = path / "metrics.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    for line in lines:
+        line["data"]["tim/rollout_restarts"] = float(restarts.get(line["step"], 0))
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+def test_a_replica_that_died_and_came_back_is_told_by_every_command(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    whole = with_restarts(write_run(tmp_path / "whole", steps=8), {})
+    hit = with_restarts(write_run(tmp_path / "hit", steps=8), {3: 2, 7: 1})
+    told = "3 times a rollout replica died and was started again, at steps 3 (2) and 7"
+    entry = {"count": 3, "steps": [{"step": 3, "count": 2}, {"step": 7, "count": 1}]}
+    none = {"count": 0, "steps": []}
+    out = ["--out", str(tmp_path / "out")]
+    for words, json_of in (
+        (["compare", whole, hit, *out], {"whole": none, "hit": entry}),
+        (["report", hit, *out], {"hit": entry}),
+        (["same", whole, hit], {"first": none, "second": entry}),
+    ):
+        text = " ".join(runner.invoke(app, words).stdout.split())
+        assert told in text, words
+        assert text.count("died") == 1
+        assert json.loads(runner.invoke(app, [*words, "--json"]).stdout)["restarts"] == json_of
+    assert told in (tmp_path / "out" / "compare.html").read_text()
+    assert told in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_of_seeds_that_are_grouped_the_one_with_the_restart_is_named(tmp_path):
+    seeds = [with_restarts(write_run(tmp_path / f"s{n}", steps=8, seed=n), {5: 1} if n == 2 else {}) for n in (1, 2)]
+    (note,) = [note for note in compare(seeds).verdict.notes if "died" in note]
+    assert note == "s2: 1 rollout replica died and was started again, at step 5."
+
+
+def test_report_tells_alerts_and_notes_too(tmp_path):
+    broken = write_run(tmp_path / "vexact", steps=8, delta=1e-3)
+    text = " ".join(runner.invoke(app, ["report", str(broken), "--out", str(tmp_path)]).stdout.split())
+    assert "! vexact should be exact" in text

@@ -117,7 +117,7 @@ def test_the_pages_commands_do_what_it_says(folder):
     printed = {command: run(shlex.split(command), folder) for command in commands[1:]}
     assert any("0 bits differ" in text for command, text in printed.items() if "verify small_mistral" in command)
     assert any("agree bit for bit" in text for command, text in printed.items() if "--layers" in command)
-    assert (folder / "compare.html").is_file()
+    assert (folder / "runs" / "compare.html").is_file()
     runs = {name: read(folder / "runs" / name) for name in ("hf", "vexact")}
     assert [step["tim/exact_fraction"] for step in runs["vexact"]] == [1.0, 1.0]
     assert all(0 < step["tim/delta_abs_max"] < 0.5 for step in runs["hf"]), "another engine: near, and not equal"

@@ -3,6 +3,7 @@
 import json
 import py_compile
 import time
+from dataclasses import replace
 
 import pytest
 from omegaconf import OmegaConf
@@ -16,12 +17,16 @@ from verl_tim.doctor.rules.schedule import disk
 from verl_tim.doctor.source import read
 from verl_tim.doctor.view import View
 
+from .conftest import GPU_MACHINE
+
 ROLLOUT, MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 CORRECTION = "algorithm.rollout_correction"
 
 
 def rules(report, level=None):
-    return {one.rule for one in report.violations if level in (None, one.level)}
+    """Every rule that found something, also in a setting of which another one speaks first."""
+    found = [one for first in report.violations for one in (first, *first.also)]
+    return {one.rule for one in found if level in (None, one.level)}
 
 
 def run(*words):
@@ -80,6 +85,46 @@ def test_a_reason_to_refuse_a_start_is_said_once_as_an_error(view_of):
     assert f"{MODEL}.use_liger" in {one.key for one in report.errors}
 
 
+def test_what_keeps_a_run_from_starting_comes_first_then_what_ends_it(view_of):
+    changes = {
+        f"{ROLLOUT}.nmae": 1,
+        f"{MODEL}.use_liger": True,
+        "data.max_response_length": 300,
+        "actor_rollout_ref.actor.use_dynamic_bsz": True,
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 256,
+    }
+    errors = [one.rule for one in examine(view_of("verl", changes, machine=None)).errors]
+    assert errors[:2] == ["start.spelling", "stops.token-budget"]
+    assert "exact.liger" in errors[2:]
+
+
+@pytest.mark.parametrize(
+    ("base", "key", "value", "first", "others"),
+    [
+        # one wrong value, which several rules see
+        ("verl", f"{MODEL}.override_config.attn_implementation", "flash_attention_2", "start.cpu", 2),
+        ("vexact", f"{ROLLOUT}.name", "vllmm", "start.values", 1),
+        ("vexact", f"{ROLLOUT}.n", "eight", "start.values", 1),
+        ("verl", "actor_rollout_ref.actor.strategy", "fsdp", "start.strategy", 1),
+    ],
+)
+def test_one_setting_is_one_finding_that_holds_what_every_rule_says_of_it(view_of, base, key, value, first, others):
+    machine = replace(GPU_MACHINE, gpus=(), modules=frozenset())
+    report = examine(view_of(base, {key: value}, machine=machine))
+    (one,) = [one for one in report.violations if one.key == key]
+    assert one.blocks
+    assert one.rule == first
+    assert len(one.also) == others
+    assert all(other.key == key and other.problem and other.remedy for other in one.also)
+
+
+def test_a_group_may_hold_several_mistakes(view_of):
+    """A correction that verl does not know of, and settings that do nothing, are found in one group."""
+    changes = {f"{CORRECTION}.rollout_is": "token"}
+    found = [one for one in examine(view_of("vexact", changes)).violations if one.key == CORRECTION]
+    assert all(one.also == () for one in found)
+
+
 def test_wrong_values_do_not_hide_the_rest(view_of):
     report = examine(view_of("vexact", {f"{ROLLOUT}.n": "eight", f"{MODEL}.use_liger": True}))
     assert {"start.values", "exact.liger"} <= rules(report, Level.ERROR)
@@ -120,8 +165,10 @@ def test_exit_codes_and_json(plain_file, tmp_path):
     assert one["key"] == f"{ROLLOUT}.top_k"
     assert one["level"] == "error"
     assert one["severity"] == "breaks exactness"
-    assert set(one) == {"rule", "severity", "level", "key", "problem", "why", "remedy"}
-    assert all(one.values())
+    assert set(one) == {"rule", "severity", "level", "key", "problem", "why", "remedy", "blocks", "also"}
+    assert one["blocks"] is False
+    assert one["also"] == []
+    assert all(one[name] for name in ("rule", "severity", "level", "key", "problem", "why", "remedy"))
     assert sum(said["counts"].values()) == len(said["violations"])
     unreadable = run("--json", str(tmp_path / "none.yaml"))
     assert unreadable.exit_code == 2
@@ -142,8 +189,13 @@ def test_text_names_rule_key_reason_and_remedy(plain_file):
 def test_a_band_that_yaml_read_as_a_number_is_an_error_not_bad_input():
     result = run("--json", "--no-machine", f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_threshold=0.5_5")
     assert result.exit_code == 1
-    found = {one["rule"] for one in json.loads(result.stdout)["violations"]}
-    assert {"correction.band-read-as-number", "correction.threshold-below-one"} <= found
+    said = json.loads(result.stdout)
+    # one mistake, by the rule that knows what was written; what else it brings about stands with it
+    (one,) = [one for one in said["violations"] if one["level"] == "error"]
+    assert one["rule"] == "correction.band-read-as-number"
+    assert one["blocks"] is True
+    assert [other["rule"] for other in one["also"]] == ["correction.threshold-below-one"]
+    assert said["counts"]["error"] == 1
 
 
 def test_it_is_fast(view_of):

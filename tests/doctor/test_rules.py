@@ -7,7 +7,7 @@ import pytest
 
 from verl_tim.correction import find_in_overrides
 from verl_tim.doctor.rule import ENVIRONMENT, Severity
-from verl_tim.doctor.rules import ALL
+from verl_tim.doctor.rules import ALL, start
 from verl_tim.replay.routers import NUM_EXPERTS
 from verl_tim.training.config import ATTENTION_KEY, BACKEND_KEY, EXTERNAL_LIB
 from verl_tim.training.correction_config import CORRECTION_KEY, LOSS_MODE_KEY, WORKER_KEY
@@ -805,7 +805,8 @@ def test_ids_are_unique_and_say_their_severity():
         Severity.NOTE: "note",
     }
     for rule in ALL:
-        assert rule.id.partition(".")[0] == ("start" if rule.at_start else prefix[rule.severity])
+        assert rule.id.partition(".")[0] == ("start" if rule in start.RULES else prefix[rule.severity])
+        assert rule.at_start or rule not in start.RULES
         assert rule.keys
         assert len(rule.why) > 20
         assert rule.remedy

@@ -8,12 +8,14 @@ import pytest
 from omegaconf import OmegaConf
 
 from verl_tim.launch import prepare
-from verl_tim.launch.checks import data, keys, machine, model, prometheus, verl_config
+from verl_tim.launch.checks import all_findings, data, keys, machine, model, prometheus, verl_config
 from verl_tim.launch.errors import LaunchError
 from verl_tim.launch.run_folder import check_free, claim
 from verl_tim.launch.start import composed, make_ready
 
 from .conftest import ROW
+
+ROLLOUT = "actor_rollout_ref.rollout.name"
 
 
 def only(findings):
@@ -162,6 +164,20 @@ def test_keys_that_verls_classes_refuse_are_named_one_by_one_and_once(config_of)
         (key, "take it out") for key in unknown
     ]
     assert list(verl_config.check_verl(config)) == []
+
+
+def test_the_keys_are_compared_with_verls_once(config_of, monkeypatch, tmp_path):
+    """Also where data are made between two rounds of checks, and where one key is wrong."""
+    looked = []
+    compare = keys._misspelt
+    monkeypatch.setattr(keys, "_misspelt", lambda *words: looked.extend([1] * (words[2] == "")) or compare(*words))
+    assert [finding.key for finding in all_findings(config_of("+data.sead=1"))] == ["data.sead"]
+    assert len(looked) == 1
+    looked.clear()
+    config = config_of("tim.task.train_size=32", "tim.task.val_size=4", "data.train_files=null", "data.val_files=null")
+    make_ready(config, progress=False)
+    assert config.data.train_files.startswith(f"{tmp_path}/cache")
+    assert len(looked) == 1
 
 
 def test_verls_classes_are_asked_one_and_all(config_of):
@@ -413,7 +429,7 @@ def not_installed(name):
 def test_vllm_without_gpu_is_its_build_for_cpus(config_of, monkeypatch, version, accepted):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     monkeypatch.setattr("verl_tim.rollout.vllm_cpu.installed", lambda: version)
-    assert [finding.key for finding in machine.check(config_of("rollout=vllm"))] == [] if accepted else ["rollout"]
+    assert [finding.key for finding in machine.check(config_of("rollout=vllm"))] == [] if accepted else [ROLLOUT]
 
 
 @pytest.fixture
@@ -428,11 +444,11 @@ def test_vllm_without_gpu_and_package(config_of, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     config = config_of("rollout=vllm", "tracker=wandb")
     finding = only(machine.check(config))
-    assert finding.key == "rollout"
+    assert finding.key == ROLLOUT
     assert "vllm is not installed" in finding.problem
     assert "scripts/vllm_cpu.sh" in finding.remedy
     found = {finding.key: finding.remedy for finding in machine.check_packages(config)}
-    assert "rollout" not in found, "one thing is missing, and one remedy mends it"
+    assert ROLLOUT not in found, "one thing is missing, and one remedy mends it"
     assert "verl_tim[wandb]" in found["trainer.logger"]
     assert "TransferQueue" in found["trainer.use_v1"]
 
@@ -445,7 +461,7 @@ def test_vllm_without_package_where_there_are_gpus(config_of, monkeypatch, gpus,
     monkeypatch.setattr("verl_tim.launch.checks.machine.joins_a_cluster", lambda config: cluster)
     assert not list(machine.check(config))
     found = {finding.key: finding.remedy for finding in machine.check_packages(config)}
-    assert "verl_tim[gpu]" in found["rollout"]
+    assert "verl_tim[gpu]" in found[ROLLOUT]
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,7 @@ def test_what_several_runs_begin_with_is_looked_for_once(tmp_path, monkeypatch):
         config.actor_rollout_ref.model.path = config.tim.model.kind
 
     monkeypatch.setattr(prepare, "make_missing", make_missing)
-    monkeypatch.setattr(start, "all_findings", lambda config: done.append("checked") or [])
+    monkeypatch.setattr(start, "all_findings", lambda config, **_: done.append("checked") or [])
     words = ["+matrix=evidence", "cluster=cpu", "tim.only=[dense-*-vexact,moe-grpo-vexact]", f"tim.run_dir={tmp_path}"]
     configs = prepared(matrix_of(find_recipe("evidence_grpo"), words), start.ready_of_several())
     assert len(configs) == 9

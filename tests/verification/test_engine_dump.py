@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from verl_tim.diagnosis.input_error import InputError
+from verl_tim.diagnosis.own_file import MARK, refuse_foreign
 from verl_tim.training.in_process import ScoredSequence
 from verl_tim.verification.engine_dump import DumpedSequence, DumpError, read_dump, write_dump
 
@@ -48,6 +50,16 @@ def test_round_trip(tmp_path, suffix):
         for name in a.hidden:
             assert torch.equal(a.hidden[name].float(), b.hidden[name].float())
             assert b.hidden[name].dtype == (torch.float32 if suffix == "npz" else a.hidden[name].dtype)
+
+
+@pytest.mark.parametrize("suffix", ["npz", "safetensors", "parquet"])
+def test_a_dump_bears_the_mark_by_which_it_may_be_replaced(tmp_path, suffix):
+    dump = write_dump(tmp_path / f"dump.{suffix}", sequences(hidden=suffix != "parquet") * 500)
+    refuse_foreign(dump)
+    arrays = tmp_path / f"other.{suffix}"
+    arrays.write_bytes(dump.read_bytes().replace(MARK.encode(), b"x" * len(MARK)))
+    with pytest.raises(InputError, match=f"other.{suffix} is there already"):
+        refuse_foreign(arrays)
 
 
 def plain(**changes):

@@ -193,6 +193,17 @@ def test_a_dump_without_a_folder_is_refused_before_the_work(random_models, data,
     assert "--dump: there is no folder" in result.stderr
 
 
+def test_a_dump_that_no_command_wrote_is_refused_before_the_work(random_models, data, tmp_path):
+    other = tmp_path / "other.npz"
+    other.write_bytes(b"mine")
+    words = ["probe", random_models["qwen3"], "--data", str(data), "--out", str(tmp_path)]
+    result = runner.invoke(app, [*words, "--dump", str(other)])
+    assert result.exit_code == 2, result.output
+    assert "--dump: " in result.stderr
+    assert "other.npz is there already" in " ".join(result.stderr.split())
+    assert other.read_bytes() == b"mine"
+
+
 def test_a_place_that_is_taken_is_named(random_models, data, tmp_path):
     (tmp_path / "probe.json").mkdir()
     words = ["--prompts", "1", "--max-tokens", "2", "--dtype", "float32", "--out", str(tmp_path)]

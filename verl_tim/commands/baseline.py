@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from verl_tim.commands.output import bad_input, print_json, stderr, stdout, table, writing
+from verl_tim.commands.places import beside, refuse_foreign
 
 NAME = "baseline"
 HELP = "Store the usual mismatch of a model, dtype, hardware and pair of backends; later runs are watched against it."
@@ -16,22 +17,29 @@ NEEDS_ARGUMENTS = True
 
 def command(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders of one set-up.")],
-    out: Annotated[Path, typer.Option(help="File to write; one there is replaced.")] = Path("baseline.json"),
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="File to write; default: baseline.json in the folder that holds the runs, or in the current one where "
+            "they lie apart. That of an earlier call is replaced."
+        ),
+    ] = None,
     skip: Annotated[int, typer.Option(min=0, help="Steps to leave out at the beginning of each run.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print the JSON instead of the table.")] = False,
 ) -> None:
     """Store."""
-    from verl_tim.diagnosis.baseline import BaselineError, baseline_of
+    from verl_tim.diagnosis.baseline import baseline_of
     from verl_tim.diagnosis.formats import short
-    from verl_tim.diagnosis.manifest import ManifestError
-    from verl_tim.diagnosis.run_folder import RunFolderError
+    from verl_tim.diagnosis.input_error import InputError
     from verl_tim.launch.errors import LaunchError
 
+    out = out or beside(runs) / "baseline.json"
     with bad_input():
+        refuse_foreign(out)
         try:
             baseline = baseline_of(runs, skip=skip)
-        except (BaselineError, RunFolderError, ManifestError) as error:
-            raise LaunchError.of("RUN", str(error), "give finished runs of one model and set-up") from error
+        except InputError as error:
+            raise LaunchError([error.finding("RUN", "give finished runs of one model and set-up")]) from error
     with bad_input(), writing():
         baseline.write(out)
     if as_json:

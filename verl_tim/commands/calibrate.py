@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from verl_tim.commands.output import bad_input, print_json, report, stderr, stdout, table, writing
+from verl_tim.commands.places import refuse_foreign
 
 NAME = "calibrate"
 HELP = (
@@ -28,7 +29,11 @@ def command(
     weights: Annotated[bool, typer.Option(help="Add token weights capped at 2.")] = True,
     name: Annotated[str | None, typer.Option(help="Of the option: calibrated_NAME. Default: the run's.")] = None,
     out: Annotated[
-        Path, typer.Option(help="Folder for correction/, calibrate.html and calibrate.json; those there are replaced.")
+        Path,
+        typer.Option(
+            help="Folder for correction/, calibrate.html and calibrate.json; default: calibration in the current one. "
+            "Those of an earlier call are replaced."
+        ),
     ] = Path("calibration"),
     as_json: Annotated[bool, typer.Option("--json", help="Print the JSON instead of the table.")] = False,
 ) -> None:
@@ -38,15 +43,18 @@ def command(
     from verl_tim.diagnosis.calibrate import CalibrationError, calibrate, write_json
     from verl_tim.diagnosis.calibrate_page import bound, render_calibration
     from verl_tim.diagnosis.formats import percent, short
-    from verl_tim.diagnosis.manifest import ManifestError
-    from verl_tim.diagnosis.token_dump import TokenDumpError
+    from verl_tim.diagnosis.input_error import InputError
     from verl_tim.launch.errors import Finding, LaunchError
 
+    label = re.sub(r"\W+", "_", name or mismatch_run.absolute().name)
+    option = out / "correction" / f"calibrated_{label}.yaml"
     with bad_input():
+        refuse_foreign(out / "calibrate.json", out / "calibrate.html", option)
         try:
             found = calibrate(mismatch_run, exact_run, max_share=max_share, rules=rule or None, steps=step)
-        except (CalibrationError, TokenDumpError, ManifestError) as error:
-            raise LaunchError.of("calibrate", str(error), "see docs/diagnosis.md, Calibrate") from error
+        except InputError as error:
+            remedy = "give two run folders with token dumps, of one recipe: the mismatching run, then the exact one"
+            raise LaunchError([error.finding("RUN", remedy)]) from error
     with bad_input(), writing():
         write_json(found, out / "calibrate.json")
         (out / "calibrate.html").write_text(render_calibration(found), encoding="utf-8")
@@ -64,16 +72,14 @@ def command(
         table(f"The best admitted threshold of each rule: {found.criterion()}", columns, rows)
         for note in found.notes:
             stderr().print(f"- {note}", style="yellow")
-    label = re.sub(r"\W+", "_", name or mismatch_run.absolute().name)
     with bad_input(), writing():
         try:
             path = found.write_yaml(out.absolute(), f"calibrated_{label}", weights=weights)
         except CalibrationError as error:
             # an answer, and no bad input: the right correction is none
             remedy = f"the curves are in {out / 'calibrate.html'}"
-            earlier = out / "correction" / f"calibrated_{label}.yaml"
-            if earlier.is_file():
-                remedy += f"; {earlier} is of an earlier call, and no longer what the data say: delete it"
+            if option.is_file():
+                remedy += f"; {option} is of an earlier call, and no longer what the data say: delete it"
             report([Finding("calibrate", str(error), remedy)], colour="yellow")
             if as_json:
                 print_json(found.to_dict())

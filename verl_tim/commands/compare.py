@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from verl_tim.commands.output import bad_input, first_line, print_json, stderr, stdout, writing
+from verl_tim.commands.places import beside, refuse_foreign
 
 if TYPE_CHECKING:
     from verl_tim.diagnosis.compare import Comparison, Options
@@ -46,8 +47,12 @@ def command(
     band_window: Annotated[int, typer.Option(help="Steps that the band's standard deviation is taken over.")] = 21,
     band_steps: Annotated[int, typer.Option(help="Logged steps in a row outside the band that count.")] = 3,
     out: Annotated[
-        Path, typer.Option(help="Folder for compare.html and compare.json; those there are replaced.")
-    ] = Path("."),
+        Path | None,
+        typer.Option(
+            help="Folder for compare.html and compare.json; default: the one that holds the runs, or the current one "
+            "where they lie apart. Those of an earlier call are replaced."
+        ),
+    ] = None,
     png: Annotated[bool, typer.Option("--png", help="Write compare.png too.")] = False,
     to_wandb: Annotated[
         bool,
@@ -59,7 +64,10 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the JSON instead of the table.")] = False,
 ) -> None:
     """Compare."""
+    # wandb's folder is none to stand among the runs
+    wandb_folder, out = out or Path.cwd(), out or beside(runs)
     with bad_input():
+        refuse_foreign(*(out / f"compare.{kind}" for kind in ("json", "html", *(["png"] if png else []))))
         options = _options(
             baseline=baseline,
             groups=tuple(group or ()),
@@ -76,7 +84,7 @@ def command(
         stderr().print(f"{title}: {path.absolute()}", soft_wrap=True)
     if to_wandb or wandb_project:
         with bad_input():
-            stderr().print(f"wandb: {_send(comparison, paths, out, wandb_project)}", soft_wrap=True)
+            stderr().print(f"wandb: {_send(comparison, paths, wandb_folder, wandb_project)}", soft_wrap=True)
     if as_json:
         print_json(comparison.to_dict())
 
@@ -100,16 +108,13 @@ def _send(comparison: Comparison, paths: list[Path], folder: Path, project: str 
 def compare_runs(runs: list[Path], names: list[str] | None = None, options: Options | None = None) -> Comparison:
     """The comparison; LaunchError for folders without run or metric, and names, groups or a baseline that misfit."""
     from verl_tim.diagnosis.compare import compare
-    from verl_tim.diagnosis.manifest import ManifestError
-    from verl_tim.diagnosis.metric_log import RunFolderError
+    from verl_tim.diagnosis.input_error import InputError
     from verl_tim.launch.errors import Finding, LaunchError
 
     try:
         comparison = compare(runs, names, options)
-    except (RunFolderError, ManifestError) as error:
-        raise LaunchError.of("RUN", str(error), "give run folders: what tim.run_dir named when they ran") from error
-    except ValueError as error:
-        raise LaunchError.of("RUN", str(error), "see verl-tim compare --help") from error
+    except InputError as error:
+        raise LaunchError([error.finding("RUN", "give run folders: what tim.run_dir named when they ran")]) from error
     empty = [problem for run in comparison.runs if (problem := run.nothing_logged()) is not None]
     if empty:
         remedy = "leave it out; its train.log says why it logged nothing, if it has ended"
@@ -120,11 +125,11 @@ def compare_runs(runs: list[Path], names: list[str] | None = None, options: Opti
 def _options(*, smooth: str, band: dict[str, Any], **more: Any) -> Options:
     from verl_tim.diagnosis.compare import Options
     from verl_tim.diagnosis.early_warning import BandRule
+    from verl_tim.diagnosis.input_error import InputError
     from verl_tim.diagnosis.smoothing import Smoothing
     from verl_tim.launch.errors import LaunchError
 
     try:
         return Options(smoothing=Smoothing.parse(smooth), band=BandRule(**band), **more)
-    except ValueError as error:
-        key = "--smooth" if "smoothing" in str(error) else "--band-*"
-        raise LaunchError.of(key, str(error), "see verl-tim compare --help") from error
+    except InputError as error:
+        raise LaunchError([error.finding("compare", "see verl-tim compare --help")]) from error

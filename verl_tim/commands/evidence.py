@@ -199,13 +199,10 @@ def _read(runs: Path, alone: Path | None) -> Evidence:
 
 @contextmanager
 def _evidence_errors() -> Iterator[None]:
-    from verl_tim.diagnosis.manifest import ManifestError
-    from verl_tim.diagnosis.metric_log import RunFolderError
-    from verl_tim.diagnosis.token_dump import TokenDumpError
-    from verl_tim.evidence.runs import EvidenceError
+    from verl_tim.diagnosis.input_error import InputError
     from verl_tim.launch.errors import LaunchError
 
     try:
         yield
-    except (EvidenceError, RunFolderError, ManifestError, TokenDumpError) as error:
-        raise LaunchError.of("evidence", str(error), "see recipes/evidence/README.md") from error
+    except InputError as error:
+        raise LaunchError([error.finding("evidence", "see recipes/evidence/README.md")]) from error

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from verl_tim.commands.output import bad_input, print_json, stderr, stdout, writing
+from verl_tim.commands.places import refuse_foreign
 from verl_tim.commands.quiet import quiet_libraries
 
 if TYPE_CHECKING:
@@ -51,9 +52,13 @@ def command(
             help="With --dump: only this many responses, with the rollout's hidden states (vllm: by hooks, eager).",
         ),
     ] = 0,
-    out: Annotated[Path, typer.Option(help="Folder for probe.html and probe.json; those there are replaced.")] = Path(
-        "."
-    ),
+    out: Annotated[
+        Path,
+        typer.Option(
+            help="Folder for probe.html and probe.json; default: the current one. "
+            "Those of an earlier call are replaced."
+        ),
+    ] = Path("."),
     as_json: Annotated[bool, typer.Option("--json", help="Print the JSON instead of the tables.")] = False,
 ) -> None:
     """Probe."""
@@ -71,6 +76,7 @@ def command(
         "seed": seed,
     }
     with bad_input(), writing():
+        refuse_foreign(out / "probe.json", out / "probe.html")
         out.mkdir(parents=True, exist_ok=True)  # before the work, so that none is lost
     with bad_input():
         report = run(settings_of(settings, given), dump=dump, hidden=hidden)
@@ -134,6 +140,8 @@ def run(settings: ProbeSettings, *, dump: Path | None = None, hidden: int = 0) -
         )
     if dump is not None and not dump.absolute().parent.is_dir():
         raise LaunchError.of("--dump", f"there is no folder {dump.absolute().parent}", "make it, or give another file")
+    if dump is not None:
+        refuse_foreign(dump, key="--dump")
     refuse_unreadable(settings.model, "config", "tokenizer")
     tokenizer = AutoTokenizer.from_pretrained(settings.model)
     try:

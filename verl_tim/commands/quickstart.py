@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from verl_tim.commands.output import Failure, bad_input, print_json, stderr, stdout, table, writing
+from verl_tim.commands.places import refuse_foreign
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -20,6 +21,7 @@ HELP = (
 )
 
 RECIPE = "cpu_grpo"
+GATE = "verify.json"
 _COLUMNS = ("validation, first and last", "largest mismatch, nats", "s per step, median")
 EXACT, PEERS = "vexact", ("stock", "vllm")
 WHAT = {
@@ -52,6 +54,8 @@ def command(
         _say("1/5", "model and data: made once, then found again")
         if against not in PEERS:
             raise LaunchError.of("--against", f"is {against!r}", f"choose one of {', '.join(PEERS)}")
+        files = ["compare.json", "compare.html", *([] if skip_verify else [GATE])]
+        refuse_foreign(*(folder / file for file in files), key="--dir")
         configs = {rollout: prepared(folder, rollout, overrides or []) for rollout in (EXACT, against)}
     for number, (rollout, config) in enumerate(configs.items(), start=2):
         _say(f"{number}/5", f"GRPO with rollout={rollout}: {WHAT[rollout]}")
@@ -60,7 +64,7 @@ def command(
     verified: dict[str, Any] | None = None
     if not skip_verify:
         _say("4/5", "the exactness gate")
-        verified = verify(folder / EXACT, folder / "verify.json")
+        verified = verify(folder / EXACT, folder / GATE)
     _say("5/5", "comparison")
     from verl_tim.commands.compare import compare_runs
 
@@ -143,21 +147,25 @@ def verify(run_dir: Path, result: Path) -> dict[str, Any]:
     import subprocess
     import sys
 
+    from verl_tim.diagnosis.own_file import mark
+
     process = subprocess.run(
         [sys.executable, "-m", "verl_tim.cli", "verify", str(run_dir), "--json", "--requests", "12", "--tokens", "24"],
         stdout=subprocess.PIPE,
         text=True,
         check=False,
     )
+    report = json.loads(process.stdout) if process.stdout.strip() else None
+    content = {**mark(NAME), **(report or {"exit_code": process.returncode})}
     with bad_input(), writing("--dir"):
-        result.write_text(process.stdout, encoding="utf-8")
+        result.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     passed = process.returncode == 0
     stderr().print(
         ("[green]every bit agrees[/]" if passed else f"[bold red]verify ended with {process.returncode}[/]")
         + f"; report: {result}",
         soft_wrap=True,
     )
-    return {"exit_code": process.returncode, "report": json.loads(process.stdout) if process.stdout.strip() else None}
+    return {"exit_code": process.returncode, "report": report}
 
 
 def _summary(folder: Path, configs: dict[str, DictConfig]) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from verl_tim.commands.output import bad_input, print_json, stderr, stdout, table, writing
+from verl_tim.commands.places import inside, refuse_foreign
 
 if TYPE_CHECKING:
     from verl_tim.diagnosis.report import WorstToken
@@ -29,32 +30,38 @@ def command(
     step: Annotated[
         list[int] | None, typer.Option(help="Dumped step to read; may be repeated. Default: ten, evenly over the run.")
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder for report.html and report.json; those there are replaced.")] = Path(
-        "."
-    ),
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for report.html and report.json; default: the run's. Those of an earlier call are replaced."
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the JSON instead of the table.")] = False,
 ) -> None:
     """Report."""
     from verl_tim.diagnosis.formats import percent, short
-    from verl_tim.diagnosis.manifest import ManifestError
-    from verl_tim.diagnosis.metric_log import RunFolderError
+    from verl_tim.diagnosis.input_error import InputError
     from verl_tim.diagnosis.report import Report
-    from verl_tim.diagnosis.token_dump import TokenDumpError
     from verl_tim.launch.errors import LaunchError
 
+    out = out or inside(run)
     with bad_input():
+        refuse_foreign(out / "report.json", out / "report.html")
         try:
             report = Report.read(run, step)
-        except (RunFolderError, ManifestError) as error:
-            raise LaunchError.of("RUN", str(error), "give a run folder: what tim.run_dir named") from error
-        except TokenDumpError as error:
-            raise LaunchError.of("--step", str(error), "leave --step out, or name dumped steps") from error
+        except InputError as error:
+            raise LaunchError([error.finding("RUN", "give a run folder: what tim.run_dir named")]) from error
     with bad_input(), writing():
         json_path, html_path = report.write(out)
     if as_json:
         print_json(report.to_dict())
     else:
-        stdout().print(report.comparison.verdict.lead)
+        verdict = report.comparison.verdict
+        stdout().print(verdict.lead)
+        for alert in verdict.alerts:
+            stdout().print(f"! {alert}", style="bold red", markup=False)
+        for note in verdict.notes:
+            stdout().print(f"- {note}", style="yellow", markup=False)
         rows = [(name, percent(v) if name.startswith("above") else short(v)) for name, v in report.tail.items()]
         if rows:
             table(f"|d| of {len(report.known):,} dumped tokens, nats", ("statistic", "value"), rows)

@@ -31,19 +31,16 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
 ) -> None:
     """Compare two runs bit for bit."""
-    from verl_tim.diagnosis.manifest import ManifestError
-    from verl_tim.diagnosis.metric_log import RunFolderError
+    from verl_tim.diagnosis.input_error import InputError
     from verl_tim.diagnosis.same import same_runs
-    from verl_tim.diagnosis.token_dump import TokenDumpError
     from verl_tim.launch.errors import LaunchError
 
     with bad_input():
         try:
             answer = same_runs(first, second)
-        except (RunFolderError, ManifestError, TokenDumpError) as error:
-            raise LaunchError.of(
-                "RUN", str(error), "give the folders of two runs, as tim.run_dir named them"
-            ) from error
+        except InputError as error:
+            remedy = "give the folders of two runs, as tim.run_dir named them"
+            raise LaunchError([error.finding("RUN", remedy)]) from error
     if as_json:
         print_json(answer.to_dict())
     else:
@@ -53,6 +50,7 @@ def command(
 
 def _print(answer: Sameness) -> None:
     from verl_tim.diagnosis.compare import shown
+    from verl_tim.diagnosis.restarts import in_words
 
     rows = [
         (
@@ -72,6 +70,9 @@ def _print(answer: Sameness) -> None:
         section, found = answer.first
         values = " and ".join("nothing" if value is None else value for value in (found.first, found.second))
         stdout().print(f"first: step {found.step}, {section}, {found.name}: {values}", soft_wrap=True, markup=False)
+    for which, restarts in zip(("first", "second"), answer.restarts, strict=True):
+        if restarts:
+            stdout().print(f"- {which} run: {in_words(restarts)}", soft_wrap=True, markup=False)
     for what, differences in (("config", answer.config), ("manifest", answer.facts)):
         for difference in differences[:_SHOWN]:
             a, b = (shown(difference.values[side]) for side in ("first", "second"))

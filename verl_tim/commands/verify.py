@@ -120,7 +120,11 @@ def command(
         ),
     ] = None,
     out: Annotated[
-        Path, typer.Option(help="With --layers: folder for layers.html and layers.json; those there are replaced.")
+        Path,
+        typer.Option(
+            help="With --layers: folder for layers.html and layers.json; default: the current one. Those of an earlier "
+            "call are replaced."
+        ),
     ] = Path("."),
     tensor_parallel: Annotated[
         int, typer.Option(min=1, help="Ranks that share each weight's outputs in the rollout; bits must not change.")
@@ -366,7 +370,7 @@ def _run_target(folder: Path, rollout: str | None, dtypes: tuple[str, ...] | Non
     try:
         config = OmegaConf.create(RunFolder(folder).config() or {})
     except RunFolderError as error:
-        raise LaunchError.of("RUN|MODEL", str(error), "give the run's model folder instead") from error
+        raise LaunchError([error.finding("RUN|MODEL", "give the run's model folder instead")]) from error
     name = rollout or str(OmegaConf.select(config, "actor_rollout_ref.rollout.name"))
     if name not in ROLLOUTS and not from_file:
         raise LaunchError.of(

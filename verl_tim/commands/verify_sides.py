@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_tim.commands.output import print_json, stderr, stdout, writing
+from verl_tim.commands.places import refuse_foreign
 from verl_tim.commands.quiet import quiet_libraries
 from verl_tim.commands.verify import Target, climb_showing, planted, prompts_of, refused_engines, resolve
 
@@ -156,6 +157,7 @@ def _dumped(path: Path, vocab_size: int) -> list[DumpedSequence]:
 def compare_layers(options: Options, out: Path, as_json: bool) -> int:
     """Lay both sides side by side, print and write; 1 if a pair that must agree does not."""
     from verl_tim.commands.progress import Work
+    from verl_tim.diagnosis.own_file import mark
     from verl_tim.launch.errors import LaunchError
     from verl_tim.training.in_process import single_rank_group
     from verl_tim.verification.layers import LayersError
@@ -172,6 +174,7 @@ def compare_layers(options: Options, out: Path, as_json: bool) -> int:
         raise LaunchError.of("MODEL", "a dump is of one model", "give its folder (or its run) beside --dump")
     reports: list[dict[str, Any]] = []
     failed = False
+    refuse_foreign(out / "layers.json", out / "layers.html")
     with writing():
         out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="verl-tim-layers-") as work, fault:
@@ -179,6 +182,8 @@ def compare_layers(options: Options, out: Path, as_json: bool) -> int:
             targets = _resolved(options, options.subjects, Path(work))
         for target in targets:
             for dtype in target.dtypes:
+                stem = "layers" if not reports else f"layers_{len(reports)}"
+                refuse_foreign(out / f"{stem}.html")
                 beside = Work(f"{target.label}, {dtype}: op by op")
                 try:
                     with refused_engines(target.label), beside, quiet_libraries(), single_rank_group():
@@ -189,7 +194,6 @@ def compare_layers(options: Options, out: Path, as_json: bool) -> int:
                         "--layers", str(error), "give both sides the same tokens of the same model"
                     ) from error
                 failed |= subject.exact and options.dump is None and report.first is not None
-                stem = "layers" if not reports else f"layers_{len(reports)}"
                 with writing():
                     report.page().write(out / f"{stem}.html")
                 reports.append({"subject": target.label, "dtype": dtype, "page": f"{stem}.html", **report.to_dict()})
@@ -197,7 +201,13 @@ def compare_layers(options: Options, out: Path, as_json: bool) -> int:
                     stdout().print(f"{target.label}, {dtype}")
                     stdout().print(report.table())
                     stdout().print(report.summary() + "\n", soft_wrap=True)
-    content = {"passed": not failed, "exit_code": int(failed), "planted": options.plant, "subjects": reports}
+    content = {
+        **mark("verify --layers"),
+        "passed": not failed,
+        "exit_code": int(failed),
+        "planted": options.plant,
+        "subjects": reports,
+    }
     with writing():
         (out / "layers.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     if as_json:

@@ -11,7 +11,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from verl_tim.diagnosis.input_error import InputError
 from verl_tim.diagnosis.manifest import Manifest
+from verl_tim.diagnosis.own_file import mark
 from verl_tim.diagnosis.run import Run
 
 FORMAT = 1
@@ -29,7 +31,7 @@ METRICS = (*MEAN_METRICS[:3], MAX_METRIC, *MEAN_METRICS[3:])
 REQUIRED = "tim/delta_abs_mean"
 
 
-class BaselineError(ValueError):
+class BaselineError(InputError):
     """A baseline that cannot be made or used; the message names run or file, and what is wrong."""
 
 
@@ -131,7 +133,7 @@ class Baseline:
     left_out: list[LeftOut] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        return {"format": FORMAT, **asdict(self)}
+        return {**mark("baseline"), "format": FORMAT, **asdict(self)}
 
     def write(self, path: Path) -> Path:
         """As JSON, whole or not at all."""
@@ -146,7 +148,7 @@ class Baseline:
         """Raises `BaselineError` where the file is missing or no baseline of this format."""
         path = Path(path).expanduser()
         if not path.is_file():
-            raise BaselineError(f"there is no file {path}: verl-tim baseline RUN --out {path} makes one")
+            raise BaselineError(f"there is no file {path}", f"verl-tim baseline RUN --out {path} makes one")
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -202,7 +204,12 @@ def baseline_of(runs: Sequence[str | Path], *, skip: int = 0) -> Baseline:
         measured = sorted({*log.series(REQUIRED)[0], *nonfinite.get(REQUIRED, [])})[skip:]
         if not set(measured) - set(nonfinite.get(REQUIRED, [])):
             what = f"{REQUIRED}, none of it finite" if measured else f"no {REQUIRED}"
-            raise BaselineError(f"{run.path} logged {what}" + (f" after {skip} steps" if skip else ""))
+            logged = {*log.series(REQUIRED)[0]} - {*nonfinite.get(REQUIRED, [])}
+            if skip and logged:
+                raise BaselineError(
+                    f"{run.path} logged {what} after {skip} steps", f"skip fewer than {len(logged)}", key="--skip"
+                )
+            raise BaselineError(f"{run.path} logged {what}")
         for name in METRICS:
             steps, values = log.series(name)
             series.setdefault(name, []).extend(v for s, v in zip(steps, values, strict=True) if s >= measured[0])
@@ -216,8 +223,8 @@ def baseline_of(runs: Sequence[str | Path], *, skip: int = 0) -> Baseline:
     metrics = {name: _level(name, values) for name, values in series.items() if values}
     if not any(level.reference for level in metrics.values()):
         raise BaselineError(
-            f"{', '.join(map(str, runs))}: rollout and trainer agreed in every token; a factor of 0 says nothing, "
-            "and the gate of such runs is bits (tim.gate.exact)"
+            f"{', '.join(map(str, runs))}: rollout and trainer agreed in every token, and a factor of 0 says nothing",
+            "give runs that mismatch; the gate of exact runs is bits (tim.gate.exact)",
         )
     return Baseline(setup, metrics, len(series[REQUIRED]), names, left_out)
 

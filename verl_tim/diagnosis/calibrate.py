@@ -25,6 +25,7 @@ from verl_tim.correction.tokens import prepare_tokens
 from verl_tim.diagnosis.dumped import Dumped
 from verl_tim.diagnosis.halves import CalibrationError, Half, enough, halves, part_of
 from verl_tim.diagnosis.manifest import MANIFEST_NAME, Manifest
+from verl_tim.diagnosis.own_file import MARK, mark
 
 # Tokens that a threshold would reject, as shares: from a little below what is allowed to far above.
 SHARES = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.007, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.4)
@@ -122,7 +123,7 @@ class Calibration:
         if self.chosen is not None:
             content["chosen"]["threshold"] = self.chosen.threshold
         content |= {"mismatch_run": str(self.mismatch_run), "exact_run": str(self.exact_run)}
-        return {"criterion": self.criterion(), "confirmed": self.confirmed, **content}
+        return {**mark("calibrate"), "criterion": self.criterion(), "confirmed": self.confirmed, **content}
 
     def config(self, *, weights: bool) -> RolloutCorrectionConfig:
         """The chosen rule as a correction, with token weights capped at `TRUNCATION` or without weights."""
@@ -148,6 +149,7 @@ class Calibration:
         seen, checked = self.chosen.mismatch, self.held_out
         comment = [
             "@package _global_",
+            f"{MARK} calibrate",
             f"{self.chosen.rule} from token dumps: {self.criterion()}.",
             f"Rejected: 0 of {self.exact_tokens:,} zero-mismatch tokens, {seen.rejected:.3%} of the mismatching run's "
             f"(held out: {checked.rejected:.3%}).",
@@ -204,12 +206,13 @@ def calibrate(
         ManifestError: a broken manifest.
     """
     if not 0 < max_share < 1:
-        raise CalibrationError(f"--max-share is {max_share}: give a share between 0 and 1, for example 0.01")
+        raise CalibrationError(f"is {max_share}", "give a share between 0 and 1, for example 0.01", key="--max-share")
     known = calibrated_rules()
     rules = known if rules is None else rules
     unknown = [rule for rule in rules if rule not in known]
     if unknown or not rules:
-        raise CalibrationError(f"rule {unknown[0] if unknown else None!r} is none of {', '.join(known)}")
+        problem = f"there is no rule {unknown[0]!r} to calibrate" if unknown else "no rule was asked for"
+        raise CalibrationError(problem, f"choose among {', '.join(known)}", key="--rule")
     notes = _one_setup(Path(mismatch_run), Path(exact_run))
     mismatch, exact = Dumped.read(mismatch_run, steps), Dumped.read(exact_run, steps)
     fit, check = halves(mismatch)
@@ -219,10 +222,14 @@ def calibrate(
     if largest[exact.path] > largest[mismatch.path]:
         raise CalibrationError(
             f"the largest |d| of {exact.path} ({largest[exact.path]:.3g}) is above that of {mismatch.path} "
-            f"({largest[mismatch.path]:.3g}): give the mismatching run first and the zero-mismatch run second"
+            f"({largest[mismatch.path]:.3g})",
+            "give the mismatching run first and the zero-mismatch run second",
         )
     if largest[mismatch.path] == 0:
-        raise CalibrationError(f"{mismatch.path} has no mismatch at all: there is nothing to choose a threshold from")
+        raise CalibrationError(
+            f"{mismatch.path} has no mismatch at all: there is nothing to choose a threshold from",
+            "give a run that mismatches first; this one needs no correction",
+        )
     if largest[exact.path] > 0:
         notes.append(f"{exact.path.name} is not exact: |d| up to {largest[exact.path]:.3g} nats.")
 
@@ -276,8 +283,8 @@ def _one_setup(mismatch_run: Path, exact_run: Path) -> list[str]:
     differing = [f"{key} {one[key]!r} and {other[key]!r}" for key in one if one[key] != other[key]]
     if any(one[key] != other[key] for key in ("architecture", "parameters")):
         raise CalibrationError(
-            f"{mismatch_run} and {exact_run} are runs of different models ({', '.join(differing)}): give two runs of "
-            "one recipe that differ in the rollout"
+            f"{mismatch_run} and {exact_run} are runs of different models ({', '.join(differing)})",
+            "give two runs of one recipe that differ in the rollout",
         )
     return [f"The runs differ in more than the rollout: {', '.join(differing)}."] if differing else []
 

@@ -23,8 +23,11 @@ from verl_tim.diagnosis.curves import (
 )
 from verl_tim.diagnosis.early_warning import BandRule, Departure, early_warning
 from verl_tim.diagnosis.groups import Group, named_groups, seed_groups
+from verl_tim.diagnosis.input_error import InputError
 from verl_tim.diagnosis.manifest import Difference, Manifest
 from verl_tim.diagnosis.metric_log import MetricLog, RunFolderError
+from verl_tim.diagnosis.own_file import mark
+from verl_tim.diagnosis.restarts import as_json, restarts_of
 from verl_tim.diagnosis.run import Run, tracked_name
 from verl_tim.diagnosis.smoothing import Smoothing
 from verl_tim.diagnosis.speed import Speed, speed
@@ -118,6 +121,7 @@ class Comparison:
     def to_dict(self) -> dict[str, Any]:
         """`compare.json`."""
         return {
+            **mark("compare"),
             "runs": [
                 {
                     "name": run.name,
@@ -146,6 +150,7 @@ class Comparison:
             "not_compared": self.what.unknown,
             "disagreements": self.disagreements,
             "mismatch": {run.name: vars(state) for run, state in zip(self.runs, self.states, strict=True)},
+            "restarts": {run.name: as_json(restarts_of(run.log)) for run in self.runs},
             "speed": {run.name: vars(speed) for run, speed in zip(self.runs, self.speeds, strict=True)},
         }
 
@@ -182,20 +187,25 @@ def compare(
         names: how to call them; the folders' names otherwise, with as much of the parent path as tells them apart.
         options: baseline, groups, smoothing and band.
     Raises:
-        ValueError: no folder, one given twice, names or groups that do not fit, or a baseline that is not among them.
+        InputError: no folder, one given twice, names or groups that do not fit, or a baseline that is not among them.
         RunFolderError, ManifestError: a folder without a run or metrics, or with something corrupt.
     """
     options = options or Options()
     paths = [Path(path).expanduser().absolute() for path in run_dirs]
     if not paths:
-        raise ValueError("compare needs at least one run folder")
+        raise InputError("compare needs at least one run folder")
     twice = [str(path) for path in paths if paths.count(path) > 1]
     if twice:
-        raise ValueError(f"run folder given twice: {twice[0]}")
+        raise InputError(f"run folder given twice: {twice[0]}", "give it once")
     if names is None:
         names = distinct_names(paths)
     elif len(names) != len(paths) or len(set(names)) != len(names):
-        raise ValueError(f"names must be distinct, one per run folder: got {len(names)} for {len(paths)} folders")
+        raise InputError(
+            f"{len(names)} {'name' if len(names) == 1 else 'names'} ({', '.join(names)}) for "
+            f"{len(paths)} run{'s' * (len(paths) > 1)}",
+            "names must be distinct, one for each run, in their order: repeat the option",
+            key="--name",
+        )
     runs = [Run.read(path, name) for path, name in zip(paths, names, strict=True)]
     groups = _groups(runs, options)
     units = [replace(runs[g.members[0]], name=g.name, log=g.log()) for g in groups]
@@ -276,7 +286,7 @@ def _baseline(groups: Sequence[Group], units: Sequence[Run], name: str | None) -
         if group.name == name:
             return group
     known = ", ".join(group.name for group in groups)
-    raise ValueError(f"baseline {name!r} is none of the runs compared: {known}")
+    raise InputError(f"{name!r} is none of the runs compared", f"choose one of {known}", key="--baseline")
 
 
 def shown(value: Any) -> str:

@@ -22,6 +22,7 @@ import pandas as pd
 
 from verl_tim.diagnosis.curves import REWARD
 from verl_tim.diagnosis.groups import Group
+from verl_tim.diagnosis.input_error import InputError
 
 # A constant curve's rolling mean is off by rounding; the band is this much wider, relative to it.
 ROUNDING = 1e-9
@@ -60,11 +61,11 @@ class BandRule:
 
     def __post_init__(self) -> None:
         if not self.z > 0:
-            raise ValueError(f"band z is {self.z}: give a positive number of standard deviations")
+            raise InputError(f"is {self.z}", "give a positive number of standard deviations", key="--band-z")
         if self.window < 3:
-            raise ValueError(f"band window is {self.window}: give at least 3 steps")
+            raise InputError(f"is {self.window}", "give at least 3 steps", key="--band-window")
         if self.consecutive < 1:
-            raise ValueError(f"band steps is {self.consecutive}: give at least 1")
+            raise InputError(f"is {self.consecutive}", "give at least 1 step", key="--band-steps")
 
     @property
     def steps_to_leave(self) -> int:

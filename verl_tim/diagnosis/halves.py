@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from verl_tim.diagnosis.dumped import Dumped
+from verl_tim.diagnosis.input_error import InputError
 from verl_tim.diagnosis.metrics import mismatch_metrics
 
 SEED = 0
@@ -19,7 +20,7 @@ EXPECTED_SEQUENCES, EXPECTED_TOKENS = 1, 10
 BLOCKS = 10  # of sequences, for the standard error
 
 
-class CalibrationError(ValueError):
+class CalibrationError(InputError):
     """Thresholds cannot be chosen from these runs; the message says why and what to do."""
 
 
@@ -82,7 +83,7 @@ def part_of(run: Dumped, wanted_R: np.ndarray) -> Half:
         ("advantage", "dump a training step, not a validation"),
     ):
         if run.tokens[column].isna().all():
-            raise CalibrationError(f"{run.path}: no token has its {column}; {remedy} and run again")
+            raise CalibrationError(f"{run.path}: no token has its {column}", f"{remedy} and run again")
     known = run.mask() & run.tensor("rollout_log_prob").isfinite() & run.tensor("old_log_prob").isfinite()
     rows = torch.from_numpy(wanted_R) & known.any(1)
 
@@ -106,13 +107,13 @@ def enough(fit: Half, check: Half, exact: Half, max_share: float, mismatch_run: 
         if held_sequences < sequences or held_tokens < tokens:
             raise CalibrationError(
                 f"{run} has {held_sequences} dumped sequences with {held_tokens} tokens, and a share of "
-                f"{100 * max_share:g} % needs at least {sequences} sequences and {tokens} tokens in each run: train "
-                "more steps, raise tim.dump.tokens_per_step, or allow a larger --max-share"
+                f"{100 * max_share:g} % needs at least {sequences} sequences and {tokens} tokens in each run",
+                "train more steps, raise tim.dump.tokens_per_step, or allow a larger --max-share",
             )
     for half in (fit, check):
         signs = half.advantages[half.mask]
         if not (bool((signs > 0).any()) and bool((signs < 0).any())):
             raise CalibrationError(
-                f"{mismatch_run}: a half of its sequences has advantages of one sign only, so there is no skew: train "
-                "more steps, on problems that are neither all solved nor all failed"
+                f"{mismatch_run}: a half of its sequences has advantages of one sign only, so there is no skew",
+                "train more steps, on problems that are neither all solved nor all failed",
             )

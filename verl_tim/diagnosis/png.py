@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 
 from verl_tim.diagnosis.compare import Comparison
 from verl_tim.diagnosis.figures import BAND_OPACITY, Drawing, build_sections, run_colors
+from verl_tim.diagnosis.own_file import MARK
 from verl_tim.diagnosis.page import overlay_of
 
 COLUMNS = 3
@@ -45,7 +46,7 @@ def write_png(comparison: Comparison, path: Path, *, dpi: int = 150, plots: Sequ
     title = comparison.options.smoothing
     figure.legend(handles=keys, loc="outside lower center", ncols=min(4, len(keys)), frameon=False)
     figure.suptitle(f"bold: {title}" if title else "values as logged, not smoothed", fontsize=9, color="#5b6472")
-    figure.savefig(path, dpi=dpi)
+    figure.savefig(path, dpi=dpi, metadata={"Software": MARK})
 
 
 def _draw(axis: Axes, drawing: Drawing) -> None:

@@ -15,6 +15,7 @@ from verl_tim.diagnosis.compare import Comparison, Options, compare
 from verl_tim.diagnosis.dumped import Dumped
 from verl_tim.diagnosis.metric_log import RunFolderError
 from verl_tim.diagnosis.metrics import mismatch_metrics
+from verl_tim.diagnosis.own_file import mark
 from verl_tim.diagnosis.token_dump import dumped_steps
 
 MAX_STEPS = 10  # of dumps that are read unless steps are named
@@ -121,7 +122,8 @@ class Report:
         """`report.json`."""
         run = self.comparison.to_dict()
         return {
-            **{key: run[key] for key in ("runs", "verdict", "mismatch", "speed")},
+            **mark("report"),
+            **{key: run[key] for key in ("runs", "verdict", "mismatch", "restarts", "speed")},
             "dumped_steps": self.steps,
             "dumped_tokens": 0 if self.dumped is None else len(self.dumped.tokens),
             "no_dumps": self.no_dumps,

@@ -17,6 +17,7 @@ from typing import Any
 
 import yaml
 
+from verl_tim import broken_yaml
 from verl_tim.diagnosis.manifest import MANIFEST_NAME, Manifest, flatten
 from verl_tim.diagnosis.metric_log import MetricLog, Record, RunFolderError, read_json_lines, read_metrics_file
 from verl_tim.diagnosis.process import DETERMINISM_VARIABLES
@@ -134,10 +135,9 @@ class RunFolder:
         if not (holds_run(self.path) or tensorboard_folder(self.path) or wandb_file(self.path)):
             # verl's `file` logger calls its file by project and experiment
             lines = [str(path.relative_to(self.path)) for path in sorted(self.path.rglob("*.jsonl"))[:3]]
-            remedy = f"give the file itself, if it is one of metrics: {', '.join(lines)}" if lines else ""
             raise RunFolderError(
-                f"{self.path} holds no run (none of {', '.join(RUN_FILES)}, no TensorBoard events, no .wandb file): "
-                + (remedy or "give the folder that tim.run_dir named")
+                f"{self.path} holds no run (none of {', '.join(RUN_FILES)}, no TensorBoard events, no .wandb file)",
+                f"give the file itself, if it is one of metrics: {', '.join(lines)}" if lines else "",
             )
 
     @classmethod
@@ -155,14 +155,14 @@ class RunFolder:
         """
         path = Path(path).expanduser().absolute()
         if path.exists() and not path.is_dir():
-            raise RunFolderError(f"tim.run_dir={path} is a file: give a folder that does not exist yet")
+            raise RunFolderError(f"tim.run_dir={path} is a file", "give a folder that does not exist yet")
         path.mkdir(parents=True, exist_ok=True)
         plain = json.loads(json.dumps(config, default=str))
         if holds_run(path):
             if not resume:
                 raise RunFolderError(
-                    f"tim.run_dir={path} already holds a run ({describe_run(path)}): choose another tim.run_dir, "
-                    "or delete that folder if the run is not needed"
+                    f"tim.run_dir={path} already holds a run ({describe_run(path)})",
+                    "choose another tim.run_dir, or delete that folder if the run is not needed",
                 )
             _check_same_run(path, plain)
             _set_aside(path)
@@ -173,7 +173,7 @@ class RunFolder:
                 file.write(text)
         except FileExistsError as error:
             raise RunFolderError(
-                f"tim.run_dir={path} was taken by another run just now: choose another tim.run_dir"
+                f"tim.run_dir={path} was taken by another run just now", "choose another tim.run_dir"
             ) from error
         return cls(path)
 
@@ -193,7 +193,8 @@ class RunFolder:
         try:
             content = yaml.safe_load(file.read_text(encoding="utf-8"))
         except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise RunFolderError(f"{file} is not YAML: {error}") from error
+            problem, remedy = broken_yaml.explain(error, file)
+            raise RunFolderError(f"{file} is not YAML: {problem}", remedy) from error
         if not isinstance(content, dict):
             raise RunFolderError(f"{file} must hold a mapping, got {type(content).__name__}")
         return content
@@ -214,8 +215,9 @@ class RunFolder:
             if log is not None:
                 return log
         raise RunFolderError(
-            f"{self.path} has no {METRICS_NAME}: the run logged nothing. trainer.logger must list 'file' and "
-            f"VERL_FILE_LOGGER_PATH must be {self.path / METRICS_NAME} (ray_kwargs.ray_init.runtime_env.env_vars)"
+            f"{self.path} has no {METRICS_NAME}: the run logged nothing",
+            f"trainer.logger must list 'file' and VERL_FILE_LOGGER_PATH must be {self.path / METRICS_NAME} "
+            "(ray_kwargs.ray_init.runtime_env.env_vars)",
         )
 
     def samples(self) -> list[Sample]:
@@ -311,7 +313,8 @@ def _check_same_run(path: Path, config: dict[str, Any]) -> None:
     if not (path / CONFIG_NAME).exists():
         raise RunFolderError(
             f"tim.run_dir={path} holds a run without {CONFIG_NAME} ({describe_run(path)}), so "
-            "whether it is the same run cannot be checked: choose another tim.run_dir"
+            "whether it is the same run cannot be checked",
+            "choose another tim.run_dir",
         )
     before, now = flatten(RunFolder(path).config() or {}), flatten(config)
     changed = [key for key in _all_keys(before, now) if before.get(key) != now.get(key) and not is_resumable(key)]
@@ -319,8 +322,8 @@ def _check_same_run(path: Path, config: dict[str, Any]) -> None:
         shown = "; ".join(f"{key}: {before.get(key)!r} then, {now.get(key)!r} now" for key in changed[:5])
         more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""
         raise RunFolderError(
-            f"tim.run_dir={path} holds another run ({describe_run(path)}); it differs in {shown}{more}. "
-            "Choose another tim.run_dir, or resume with the config of that run"
+            f"tim.run_dir={path} holds another run ({describe_run(path)}); it differs in {shown}{more}",
+            "choose another tim.run_dir, or resume with the config of that run",
         )
 
 

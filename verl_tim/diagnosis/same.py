@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from verl_tim.diagnosis import token_dump
 from verl_tim.diagnosis.config_diff import diff_configs
 from verl_tim.diagnosis.manifest import Difference, Manifest, diff, differing_keys, flatten
 from verl_tim.diagnosis.metric_log import RESTARTS, MetricLog, RunFolderError
+from verl_tim.diagnosis.restarts import as_json, restarts_of
 from verl_tim.diagnosis.run_folder import METRICS_NAME, RunFolder, Sample, read_jsonl_metrics
 
 CLOCK_METRICS = re.compile(
@@ -91,6 +92,7 @@ class Sameness:
         runs: the two folders.
         sections: in the order in which a step computes things.
         left_out: metrics that were not compared.
+        restarts: of each run, step -> rollout replicas that died in it and were started again; they decide nothing.
         config, facts: keys of config and manifest that differ (apart from names and places); they decide nothing.
     """
 
@@ -99,6 +101,7 @@ class Sameness:
     left_out: tuple[str, ...] = ()
     config: tuple[Difference, ...] = ()
     facts: tuple[Difference, ...] = ()
+    restarts: tuple[dict[int, int], dict[int, int]] = field(default_factory=lambda: ({}, {}))
 
     @property
     def equal(self) -> bool:
@@ -122,6 +125,7 @@ class Sameness:
             "equal": self.equal,
             "first": None if first is None else {"section": first[0], **asdict(first[1])},
             **asdict(self),
+            "restarts": dict(zip(("first", "second"), map(as_json, self.restarts), strict=True)),
         }
 
 
@@ -134,7 +138,9 @@ def same_runs(first: str | Path, second: str | Path) -> Sameness:
     """
     runs = (RunFolder(first), RunFolder(second))
     if runs[0].path.resolve() == runs[1].path.resolve():
-        raise RunFolderError(f"run folder given twice: {runs[0].path}; it equals itself, which says nothing")
+        raise RunFolderError(
+            f"run folder given twice: {runs[0].path}; it equals itself, which says nothing", "give another run"
+        )
     logs = (_log(runs[0]), _log(runs[1]))
     for run, log in zip(runs, logs, strict=True):
         if not log.steps:
@@ -146,6 +152,7 @@ def same_runs(first: str | Path, second: str | Path) -> Sameness:
         left_out=tuple(name for name in names if left_out(name)),
         config=tuple(_config(*runs)),
         facts=tuple(_facts(*runs)),
+        restarts=(restarts_of(logs[0]), restarts_of(logs[1])),
     )
 
 
@@ -154,8 +161,8 @@ def _log(run: RunFolder) -> MetricLog:
     log = read_jsonl_metrics(run.path)
     if log is None:
         raise RunFolderError(
-            f"{run.path} has no {METRICS_NAME}, and a tracker's folder keeps neither samples nor every bit of a "
-            "metric: give the folder that tim.run_dir named, of a run whose trainer.logger lists 'file'"
+            f"{run.path} has no {METRICS_NAME}, and a tracker's folder keeps neither samples nor every bit of a metric",
+            "give the folder that tim.run_dir named, of a run whose trainer.logger lists 'file'",
         )
     return log
 

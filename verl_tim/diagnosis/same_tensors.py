@@ -107,7 +107,9 @@ def _read(path: Path) -> Any:
         # verl's checkpoints hold DTensors and generator states, which are pickled objects; the files are the user's own
         return torch.load(path, map_location="cpu", weights_only=False)
     except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
-        raise RunFolderError(f"{path} cannot be read ({error}): delete it if the run died while writing it") from error
+        raise RunFolderError(
+            f"{path} cannot be read ({error})", "delete it if the run died while writing it"
+        ) from error
 
 
 def _leaves(tree: Any, at: str = "") -> Iterator[tuple[str, Any]]:

@@ -8,6 +8,8 @@ from typing import Literal
 
 import pandas as pd
 
+from verl_tim.diagnosis.input_error import InputError
+
 FORMS = "ema:WEIGHT (0 < WEIGHT < 1) or rolling:STEPS (STEPS >= 2)"
 
 
@@ -24,7 +26,7 @@ class Smoothing:
         """From `ema:0.9`, `rolling:11`, or `off`.
 
         Raises:
-            ValueError: anything else.
+            InputError: anything else.
         """
         if text == "off":
             return None
@@ -37,7 +39,7 @@ class Smoothing:
             return cls("ema", number)
         if kind == "rolling" and number >= 2 and number.is_integer():
             return cls("rolling", number)
-        raise ValueError(f"smoothing {text!r} is none of off, {FORMS}")
+        raise InputError(f"is {text!r}", f"give off, {FORMS}", key="--smooth")
 
     def apply(self, values: Sequence[float]) -> list[float]:
         """Smoothed values, as many as were given."""

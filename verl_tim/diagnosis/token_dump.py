@@ -18,6 +18,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from verl_tim.diagnosis.input_error import InputError
+
 FORMAT = "1"
 FOLDER = "tokens"
 _NAME = re.compile(r"step_(\d{6,})\.parquet", re.ASCII)
@@ -52,7 +54,10 @@ _DICTIONARIES = [
 ]
 
 
-class TokenDumpError(ValueError):
+_NAMED = 12  # steps that a message lists
+
+
+class TokenDumpError(InputError):
     """A dump that cannot be written or read; the message names the file and the remedy."""
 
 
@@ -234,14 +239,19 @@ def read_dumps(run_dir: str | Path, steps: Iterable[int] | None = None) -> pa.Ta
     folder = Path(run_dir) / FOLDER
     if not found:
         raise TokenDumpError(
-            f"{folder} holds no token dumps: the run needs tim.dump.tokens_per_step above 0 (default 20000) and at "
-            "least one finished step"
+            f"{folder} holds no token dumps",
+            "the run needs tim.dump.tokens_per_step above 0 (default 20000) and at least one finished step",
         )
     wanted = found if steps is None else sorted(set(steps))
     missing = [step for step in wanted if step not in found]
     if missing or not wanted:
         asked = f"no dump of step {missing[0]}" if missing else "no step was asked for"
-        raise TokenDumpError(f"{folder}: {asked}; there are {len(found)}, of steps {found[0]} to {found[-1]}")
+        some = ", ".join(map(str, found[:_NAMED])) + ", ..." * (len(found) > _NAMED)
+        raise TokenDumpError(
+            f"{folder}: {asked}; there are {len(found)}, of steps {found[0]} to {found[-1]}",
+            f"leave it out, or name dumped steps: {some}",
+            key="--step",
+        )
     tables = [_read(folder / f"step_{step:06d}.parquet") for step in wanted]
     metadata = [table.schema.metadata for table in tables]
     # a step may have recorded no routes
@@ -262,7 +272,7 @@ def _read(path: Path) -> pa.Table:
         table.validate(full=True)
         metadata = {key.decode(): value.decode() for key, value in (table.schema.metadata or {}).items()}
     except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
-        raise TokenDumpError(f"{path} cannot be read ({error}): delete it, or name the steps to read") from error
+        raise TokenDumpError(f"{path} cannot be read ({error})", "delete it, or name the steps to read") from error
     version = metadata.get("format", "none")
     if version != FORMAT:
         raise TokenDumpError(f"{path} has format {version}, this version of verl_tim reads format {FORMAT}")
@@ -272,6 +282,6 @@ def _read(path: Path) -> pa.Table:
         json.loads(metadata["layers"]), int(metadata["top_k"]), json.loads(metadata["correction"])
     except (KeyError, ValueError) as error:
         raise TokenDumpError(
-            f"{path}: its description is damaged ({error!r}): delete it, or name the steps to read"
+            f"{path}: its description is damaged ({error!r})", "delete it, or name the steps to read"
         ) from error
     return table

@@ -59,7 +59,7 @@ def wandb_file(folder: Path) -> Path | None:
 
 def _only_one(found: list[Path], folder: Path, what: str) -> Path | None:
     if len(found) > 1:
-        raise RunFolderError(f"{folder} holds {len(found)} {what}: give one of them, for example {found[0]}")
+        raise RunFolderError(f"{folder} holds {len(found)} {what}", f"give one of them, for example {found[0]}")
     return found[0] if found else None
 
 
@@ -76,7 +76,7 @@ def read_tensorboard_metrics(folder: Path) -> MetricLog | None:
         from tensorboard.backend.event_processing.event_accumulator import SCALARS, TENSORS, EventAccumulator
         from tensorboard.util.tensor_util import make_ndarray
     except ImportError as error:
-        raise RunFolderError(f"{events} holds TensorBoard events: pip install tensorboard to read them") from error
+        raise RunFolderError(f"{events} holds TensorBoard events", "pip install tensorboard to read them") from error
     torn = [_check_events(path) for path in sorted(events.glob(EVENTS))]
     accumulator = EventAccumulator(str(events), size_guidance={SCALARS: 0, TENSORS: 0})
     accumulator.Reload()
@@ -179,7 +179,9 @@ def _wandb_records(path: Path) -> tuple[list[Any], bool]:
     try:
         from wandb.proto import wandb_internal_pb2
     except ImportError as error:
-        raise RunFolderError(f"{path} is an offline run of wandb: pip install 'verl_tim[wandb]' to read it") from error
+        raise RunFolderError(
+            f"{path} is an offline run of wandb", "pip install 'verl_tim[wandb]' to read it"
+        ) from error
     messages, torn = wandb_messages(path)
     return [wandb_internal_pb2.Record.FromString(content) for content in messages], torn  # type: ignore[attr-defined]
 

@@ -12,6 +12,7 @@ from verl_tim.diagnosis.curves import DELTA_MAX, DELTA_MEAN, EXACT_FRACTION, PRO
 from verl_tim.diagnosis.ends import end_steps
 from verl_tim.diagnosis.formats import count, listed, percent, short
 from verl_tim.diagnosis.metric_log import MetricLog
+from verl_tim.diagnosis.restarts import in_words, restarts_of
 
 if TYPE_CHECKING:
     from verl_tim.diagnosis.run import Run
@@ -185,6 +186,10 @@ def judge(runs: Sequence[Run], what: WhatDiffers, seeds: Seeds) -> Verdict:
             )
         if run.log.torn:
             notes.append(f"{run.name}: the last line of its metrics is cut off; the run was stopped or is still going.")
+    # of each seed: a group's pooled log has means
+    for name, log in (each for of_run in seeds.values() for each in of_run.items()):
+        if restarts := restarts_of(log):
+            notes.append(f"{name}: {in_words(restarts)}.")
     notes += [note for run in runs if (note := _uneven(run.name, seeds[run.name])) is not None]
     if len(runs) == 1:
         return Verdict(_one_run(runs[0], states[runs[0].name]), notes, alerts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -15,8 +15,9 @@ from verl_tim.doctor.view import View
 from verl_tim.launch.checks import CHECKS, Check, keys, one_per_key, run_checks, verl_config
 from verl_tim.launch.run_folder import check_free
 from verl_tim.training.finding import Finding
+from verl_tim.training.remedy import typeable
 
-# Checks of things that are made at the start, where a config leaves them to this package.
+# Checks of things that are made at the start, where a config leaves them to this package and names no path.
 _MADE = {"model": "actor_rollout_ref.model.path", "tokenizer": "actor_rollout_ref.model.path"}
 _MADE_DATA = ("data.train_files", "data.val_files")
 
@@ -35,7 +36,8 @@ class Report:
     """What was found.
 
     Attributes:
-        violations: errors first, in the order of the rules.
+        violations: errors first, of those what keeps a run from starting first, then what ends it later; one per
+            setting, and otherwise in the order of the rules.
         checks: the start-up checks that apply to this config.
     """
 
@@ -68,13 +70,34 @@ def examine(view: View, *, exact: bool = False, folder_is_free: bool = True) -> 
     found += [(rule, finding) for rule, finding in at_start if (_key(finding), finding.problem) not in said]
     violations = []
     for rule, finding in found:
-        is_error = rule.at_start or (_key(finding), finding.problem) in refused
-        level = Level.ERROR if is_error else _level(rule.severity, held_to_exactness)
-        remedy = finding.remedy or rule.remedy
-        violations.append(Violation(rule.id, rule.severity, level, _key(finding), finding.problem, rule.why, remedy))
-    order = list(Level)
-    violations.sort(key=lambda violation: order.index(violation.level))
-    return Report(tuple(dict.fromkeys(violations)), checks)
+        blocks = rule.at_start or (_key(finding), finding.problem) in refused
+        level = Level.ERROR if blocks else _level(rule.severity, held_to_exactness)
+        remedy = typeable(finding.remedy or rule.remedy, view.given)
+        violations.append(
+            Violation(rule.id, rule.severity, level, _key(finding), finding.problem, rule.why, remedy, blocks)
+        )
+    return Report(tuple(_one_per_setting(view, sorted(dict.fromkeys(violations), key=_weight))), checks)
+
+
+def _weight(violation: Violation) -> tuple[int, int]:
+    """What is to be mended first, first."""
+    stops = violation.severity is Severity.STOPS
+    return list(Level).index(violation.level), 0 if violation.blocks else 1 if stops else 2
+
+
+def _one_per_setting(view: View, violations: Iterable[Violation]) -> list[Violation]:
+    """A setting has one value, so what several rules find in it is one mistake: the first leads, with the others in it.
+
+    What is found in a group as a whole stays apart: it may be about different keys of the group.
+    """
+    by_key: dict[str, list[Violation]] = {}
+    apart: list[list[Violation]] = []
+    for one in violations:
+        if one.key not in by_key or OmegaConf.is_dict(OmegaConf.select(view.config, one.key, throw_on_missing=False)):
+            by_key[one.key] = []
+            apart.append(by_key[one.key])
+        by_key[one.key].append(one)
+    return [first._replace(also=tuple(others)) for first, *others in apart]
 
 
 def _level(severity: Severity, held_to_exactness: bool) -> Level:
@@ -118,7 +141,9 @@ def _start(view: View, folder_is_free: bool) -> tuple[tuple[CheckState, ...], li
             looked = check in ran
         for rule, finding in pairs:
             by_key.setdefault(_key(finding), (rule, finding))
-        findings = one_per_key(finding for _, finding in pairs)
+        findings = [
+            replace(one, remedy=typeable(one.remedy, view.given)) for one in one_per_key(one for _, one in pairs)
+        ]
         states.append(CheckState(check, _state(check, findings, looked, view), tuple(findings)))
     return tuple(states), list(by_key.values())
 

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from verl_tim.training.config import WORKER_ENVIRONMENT
 from verl_tim.training.finding import Finding
@@ -67,7 +67,12 @@ class Rule:
 
 
 class Violation(NamedTuple):
-    """One finding of one rule, complete."""
+    """One mistake: what a rule found, complete, and what other rules found in the same setting.
+
+    Attributes:
+        blocks: it also keeps a run from starting.
+        also: of other rules, about the same key; they have none themselves.
+    """
 
     rule: str
     severity: Severity
@@ -76,10 +81,13 @@ class Violation(NamedTuple):
     problem: str
     why: str
     remedy: str
+    blocks: bool = False
+    also: tuple[Violation, ...] = ()
 
-    def to_mapping(self) -> dict[str, str]:
+    def to_mapping(self) -> dict[str, Any]:
         """For JSON."""
-        return {**self._asdict(), "severity": self.severity.value, "level": self.level.value}
+        also = [one.to_mapping() for one in self.also]
+        return {**self._asdict(), "severity": self.severity.value, "level": self.level.value, "also": also}
 
 
 class Rules(list[Rule]):
@@ -92,13 +100,14 @@ class Rules(list[Rule]):
         *keys: str,
         remedy: str,
         reports: tuple[str, ...] = (),
+        at_start: bool = False,
         needs_machine: bool = False,
     ) -> Callable[[Examine], Examine]:
         """Decorator: register a function as a rule; its docstring is the rule's `why`."""
 
         def register(examine: Examine) -> Examine:
             why = " ".join((inspect.getdoc(examine) or "").split())
-            self.append(Rule(id, severity, keys, why, remedy, examine, reports, needs_machine=needs_machine))
+            self.append(Rule(id, severity, keys, why, remedy, examine, reports, at_start, needs_machine))
             return examine
 
         return register

@@ -13,6 +13,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from verl_tim import broken_yaml
 from verl_tim.correction import UnderscoreNumber, find_in_overrides, find_in_yaml
 from verl_tim.launch import prepare, underscores
 from verl_tim.launch.checks import values
@@ -107,7 +108,10 @@ def _of_text(file: Path, overrides: Sequence[str], *, name: str, is_a_run: bool 
         text = file.read_text(encoding="utf-8")
         # OmegaConf's loader, since YAML 1.1 reads 1e-6 as text
         content: Any = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        problem, remedy = broken_yaml.explain(error, file)
+        raise LaunchError.of(str(file), f"cannot be read, it is not YAML: {problem}", remedy) from error
+    except (OSError, OmegaConfBaseException) as error:
         raise LaunchError.of(str(file), f"cannot be read: {error}", "give a YAML file of verl") from error
     if not isinstance(content, Mapping) or not content:
         raise LaunchError.of(str(file), "holds no keys", "give a YAML file of verl")

@@ -21,6 +21,7 @@ from verl_tim.training import start_checks
 from verl_tim.training.config import uses_verl_tim
 from verl_tim.training.correction_config import LOSS_MODE_KEY, of_run
 from verl_tim.training.dtypes import canonical
+from verl_tim.training.remedy import has_groups
 
 PARAM_DTYPE_KEY = f"{ACTOR}.fsdp_config.mixed_precision.param_dtype"
 # What the FSDP engine takes without `mixed_precision` (verl 0.9.1, workers/engine/fsdp/transformer_impl.py:397).
@@ -34,7 +35,8 @@ class View(start_checks.View):
     about values speaks of it, and the others go on.
 
     Attributes:
-        config: resolved, complete: what the file leaves out has verl's defaults.
+        given: resolved; what the file leaves out has verl's defaults.
+        config: the same, with what a start adds.
         machine: None when the run will be elsewhere; rules about the machine are silent then.
         underscore_numbers: thresholds that YAML read as numbers, found in the text before it was parsed.
     """
@@ -45,6 +47,7 @@ class View(start_checks.View):
         machine: Machine | None = None,
         underscore_numbers: Sequence[UnderscoreNumber] = (),
     ) -> None:
+        self.given = config
         # the rules speak of what would run
         config = copy.deepcopy(config)
         complete(config, {} if machine is None else machine.environment)
@@ -115,8 +118,8 @@ class View(start_checks.View):
 
     @property
     def launched(self) -> bool:
-        """Whether the config has all that this package's launcher reads, and not a `tim:` group written by hand."""
-        return {"run_dir", "cache_dir", "choices"} <= set(self.group("tim"))
+        """Whether the config has all that this package's launcher reads."""
+        return has_groups(self.config)
 
     @property
     def rollout(self) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 from verl_tim.diagnosis.compare import Comparison, Options, compare
 from verl_tim.diagnosis.groups import Group
+from verl_tim.diagnosis.input_error import InputError
 from verl_tim.diagnosis.metric_log import RunFolderError, read_json_lines
 from verl_tim.diagnosis.run import Run
 from verl_tim.diagnosis.run_folder import METRICS_NAME, parts
@@ -19,7 +20,7 @@ from verl_tim.launch.exit_code import INTERRUPTED
 from verl_tim.launch.restarts import ATTEMPTS
 
 
-class EvidenceError(ValueError):
+class EvidenceError(InputError):
     """Folders or archives that cannot be used as asked; the message says what to change."""
 
 
@@ -172,6 +173,6 @@ def _pairs(folders: dict[RunName, Path]) -> list[Pair]:
         try:
             comparison = compare(list(mine.values()), [str(name) for name in mine], options)
         except RunFolderError as error:
-            raise EvidenceError(str(error)) from error
+            raise EvidenceError(error.problem, error.remedy) from error
         pairs.append(Pair(pair, comparison, mine))
     return pairs

@@ -16,6 +16,7 @@ from hydra.errors import ConfigCompositionException, HydraException, MissingConf
 from omegaconf import DictConfig, OmegaConf, _utils
 from omegaconf.errors import OmegaConfBaseException
 
+from verl_tim import broken_yaml
 from verl_tim.launch.errors import LaunchError
 from verl_tim.launch.recipes import DEFAULT_RECIPE, Recipe, closest, find_recipe, group_options
 from verl_tim.launch.words import refuse_bare
@@ -104,9 +105,8 @@ def compose_config(recipe: Recipe, overrides: Sequence[str], *, with_hydra: bool
         # Hydra's answer to a group that is given a number (trainer=5); it does not say which
         raise LaunchError.of(*_explain_group_value(overrides, error)) from error
     except yaml.YAMLError as error:
-        raise LaunchError.of(
-            "config", f"a file is not YAML: {' '.join(str(error).split())}", "mend it there"
-        ) from error
+        problem, remedy = broken_yaml.explain(error)
+        raise LaunchError.of("config", f"a file is not YAML: {problem}", remedy) from error
     except (HydraException, OmegaConfBaseException) as error:
         raise LaunchError.of("config", str(error).strip(), "see the recipe's README for what can be set") from error
     _refuse_several(overrides)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl_tim.launch import environment, model_path
+from verl_tim.launch.checks import keys, made
 from verl_tim.launch.checks.keys import MADE_FROM
 from verl_tim.launch.errors import LaunchError
 from verl_tim.launch.recipes import CONFIGS_PACKAGE
@@ -126,6 +128,24 @@ def make_missing(config: DictConfig, *, progress: bool = True) -> None:
         make_data(config, progress=progress)
     if config.actor_rollout_ref.model.path is None:
         make_model(config, progress=progress)
+
+
+def find_made(config: DictConfig) -> None:
+    """Fill the null paths of `make_missing` whose files are in the cache already, in place, and make nothing.
+
+    Raises LaunchError for a folder of the cache that is not as it was made.
+    """
+    from verl_tim.tasks.artifact import NotMade, only_found
+
+    if any(keys.check(config)) or any(made.check_settings(config)):
+        return  # of such settings nothing was made, and the checks say it
+    with only_found():
+        if config.data.train_files is None or config.data.val_files is None:
+            with suppress(NotMade):
+                make_data(config, progress=False)
+        if config.actor_rollout_ref.model.path is None:
+            with suppress(NotMade):
+                make_model(config, progress=False)
 
 
 def make_data(config: DictConfig, *, progress: bool = True) -> None:

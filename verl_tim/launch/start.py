@@ -58,6 +58,7 @@ def make_ready(
     prepare.absolute_paths(config)
     prepare.complete(config)
     wanted = prepare.to_make(config)
+    spelt = False
     if made is not None and wanted in made:
         for key, path in made[wanted].items():
             OmegaConf.update(config, key, path)
@@ -68,8 +69,9 @@ def make_ready(
         prepare.make_missing(config, progress=progress)
         if made is not None:
             made[wanted] = prepare.made_paths(config)
+        spelt = True  # what is made changes values, not keys
     prepare.resolve(config)
-    _check(config, folder_is_free)
+    _check(config, folder_is_free, spelt=spelt)
 
 
 def ready(overrides: Sequence[str], *, progress: bool = True) -> DictConfig:
@@ -111,9 +113,9 @@ def _check_structure(config: DictConfig) -> None:
     _refuse(values.check_structure(config))
 
 
-def _check(config: DictConfig, folder_is_free: bool) -> None:
-    findings = model_path.in_words(config, all_findings(config))
-    _refuse(finding for finding in findings if folder_is_free or finding.key != FOLDER_KEY)
+def _check(config: DictConfig, folder_is_free: bool, *, spelt: bool = False) -> None:
+    found = model_path.in_words(config, all_findings(config, spelt=spelt))
+    _refuse(finding for finding in found if folder_is_free or finding.key != FOLDER_KEY)
 
 
 def _refuse(findings: Iterable[Finding]) -> None:

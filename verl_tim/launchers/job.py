@@ -181,9 +181,7 @@ def _check(config: DictConfig) -> tuple[str, ...]:
     hidden = {key for key in keys.MADE_FROM if OmegaConf.select(config, key) is not None}
     hidden &= {key for key in keys.MADE_FROM if OmegaConf.select(looked_at, key) is None}
     found = [
-        Finding(one.key, one.problem, one.remedy)
-        for one in report.violations
-        if one.rule.startswith("start.") and one.key not in hidden
+        Finding(one.key, one.problem, one.remedy) for one in report.violations if one.blocks and one.key not in hidden
     ]
     if found:
         raise LaunchError(found)

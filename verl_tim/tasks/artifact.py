@@ -9,6 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,22 @@ from verl_tim.tasks.errors import InputError
 from verl_tim.tasks.locked import locked
 
 DEFAULT_CACHE_DIR = Path("~/.cache/verl_tim")
+
+_ONLY_FOUND = ContextVar("only_found", default=False)
+
+
+class NotMade(LookupError):
+    """Under `only_found`: the folder is not there."""
+
+
+@contextmanager
+def only_found() -> Iterator[None]:
+    """Within it `make_once` finds what was made, and makes nothing."""
+    token = _ONLY_FOUND.set(True)
+    try:
+        yield
+    finally:
+        _ONLY_FOUND.reset(token)
 
 
 def content_key(spec: Mapping[str, Any]) -> str:
@@ -63,11 +80,14 @@ def make_once(
 
     Raises:
         InputError: the folder holds something else, or its files are not those it was published with.
+        NotMade: it would have to be made, within `only_found`.
     """
     folder = folder.expanduser().absolute()
     key = content_key(spec)
     if folder.exists() and _is_reusable(folder, card_name, key, overwrite=overwrite, anew=anew):
         return folder
+    if _ONLY_FOUND.get():
+        raise NotMade(str(folder))
     folder.parent.mkdir(parents=True, exist_ok=True)
     with _alone(folder.with_name(f".{folder.name}.lock")):
         if not (folder.exists() and _is_reusable(folder, card_name, key, overwrite=overwrite, anew=anew)):

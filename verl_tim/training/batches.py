@@ -108,7 +108,7 @@ def replicas(view: View, _: Cluster | None) -> Iterator[Finding]:
         yield Finding(
             _DEGREES[1],
             f"it is {degrees[_DEGREES[1]]}, and verl 0.9.1 runs no {name} in pipeline stages",
-            f"Set it to 1, and {_DEGREES[0].rpartition('.')[2]} instead; rollout=vexact has stages",
+            f"Set it to 1, and {_DEGREES[0]} instead; rollout=vexact has stages",
         )
         return
     size = math.prod(int(degree) for degree in degrees.values())

@@ -62,7 +62,7 @@ def loss_mode_findings(get: _Get, correction: RolloutCorrectionConfig, loss_mode
             LOSS_MODE_KEY,
             f"bypass_mode takes old log-probs for the rollout's, which they are not: {CORRECTION_KEY}.bypass_mode is "
             "off",
-            "Set loss_mode to vanilla, or bypass_mode to true",
+            f"Set {LOSS_MODE_KEY}=vanilla, or {CORRECTION_KEY}.bypass_mode=true",
         )
     if loss_mode in OWN_LOSS_MODES:
         return
@@ -82,7 +82,7 @@ def loss_mode_findings(get: _Get, correction: RolloutCorrectionConfig, loss_mode
             yield Finding(
                 f"{CORRECTION_KEY}.{key}",
                 f"{value} has no effect on verl's loss {loss_mode}, which keeps its own form",
-                f"Set {LOSS_MODE_KEY}=vanilla, or leave {key} at its default",
+                f"Set {LOSS_MODE_KEY}=vanilla, or leave {CORRECTION_KEY}.{key} at its default",
             )
     aggregation = str(get(AGGREGATION_KEY, "token-mean"))
     if correction.denominator == "all" and "seq-mean-token-mean" in (
@@ -92,7 +92,7 @@ def loss_mode_findings(get: _Get, correction: RolloutCorrectionConfig, loss_mode
         yield Finding(
             f"{CORRECTION_KEY}.denominator",
             f"all has no effect on the mean over a sequence's tokens inside verl's loss {loss_mode}",
-            "Set it to kept, or choose another loss_agg_mode",
+            f"Set it to kept, or choose another {AGGREGATION_KEY}",
         )
     terms = get("actor_rollout_ref.actor.entropy_coeff", 0) != 0 or get("actor_rollout_ref.actor.use_kl_loss", False)
     if loss_mode in SEQUENCE_LOSS_MODES and not aggregation.startswith("seq-") and terms:
@@ -220,5 +220,5 @@ def _baseline(get: _Get, correction: RolloutCorrectionConfig) -> Iterator[Findin
         yield Finding(
             f"{CORRECTION_KEY}.baseline_scope",
             "kept computes advantages twice, and algorithm.use_pf_ppo draws rows anew each time",
-            "Set baseline_scope to all, or use_pf_ppo to false",
+            f"Set {CORRECTION_KEY}.baseline_scope=all, or algorithm.use_pf_ppo=false",
         )

@@ -212,7 +212,7 @@ def _engine(get: Callable[..., Any], where: str) -> Iterator[Finding]:
             yield Finding(
                 INVARIANT_KEY,
                 f"vLLM is not batch-invariant without it: {why} ({where}.name=vllm)",
-                f"Choose rollout=vexact, or on a GPU rollout=vllm_invariant (it sets VLLM_BATCH_INVARIANT=1), {_OFF}",
+                f"Choose rollout=vexact, or on a GPU rollout=vllm_invariant, {_OFF}",
             )
         return
     yield Finding(

@@ -58,7 +58,7 @@ def replay_findings(config: DictConfig, *, cpu_only: bool) -> Iterator[Finding]:
         yield Finding(
             key,
             f"it is {get(key)}, and with an FSDP actor nobody reads it",
-            f"Set it to disabled; routing_replay=r2 or r3 sets what is read, {REPLAY_KEY}",
+            f"Set it to disabled, and what is read, {REPLAY_KEY} (routing_replay=r2 or r3 does)",
         )
     mode = mode_of_run(get)
     if mode is None:
@@ -66,7 +66,7 @@ def replay_findings(config: DictConfig, *, cpu_only: bool) -> Iterator[Finding]:
         yield Finding(
             REPLAY_KEY,
             f"verl knows no such mode: {group} is {get(group)}",
-            "Choose routing_replay=off, r2 or r3, which set it to disabled, R2 or R3",
+            "Set it to disabled, R2 or R3 (routing_replay=off, r2 or r3 does)",
         )
         return
     yield from _both_ends(get, mode)
@@ -94,7 +94,7 @@ def _both_ends(get: _Get, mode: Mode) -> Iterator[Finding]:
         yield Finding(
             ROUTES_KEY,
             "the rollout would record routes and send them, and the trainer would drop them without a word",
-            f"Choose routing_replay=r3 ({REPLAY_KEY}=R3), or set it to false",
+            f"Set {REPLAY_KEY}=R3 (routing_replay=r3 does), or set it to false",
         )
     elif returns and mode == "r2":
         yield Finding(
@@ -104,7 +104,7 @@ def _both_ends(get: _Get, mode: Mode) -> Iterator[Finding]:
         yield Finding(
             REPLAY_KEY,
             f"R3 replays the rollout's routes, and without {ROUTES_KEY} it returns none",
-            f"Choose routing_replay=r3, which sets both; in a plain verl config set {ROUTES_KEY}=true",
+            f"Set {ROUTES_KEY}=true (routing_replay=r3 sets both)",
         )
 
 
@@ -194,5 +194,5 @@ def _returned(get: _Get, cpu_only: bool) -> Iterator[Finding]:
             _AGENT_KEY,
             f"it is {manager}: verl's own agent loop fills what a rollout does not return with expert 0, and checks "
             "nothing",
-            f"Set it to {_AGENT_LOOP} (with + before the key on a plain verl command line)",
+            f"Set {_AGENT_KEY}={_AGENT_LOOP}",
         )

@@ -130,5 +130,5 @@ def correction_obstacles(correction: RolloutCorrectionConfig) -> Iterator[Findin
         yield Finding(
             f"{CORRECTION_KEY}.rollout_rs",
             f"{', '.join(names)} reads r_corr, and {trivial} ({ENABLED_KEY})",
-            f"Set rollout_rs to null, rollout_rs_signal to r_ppo, or {_OFF}",
+            f"Set {CORRECTION_KEY}.rollout_rs=null, {CORRECTION_KEY}.rollout_rs_signal=r_ppo, or {_OFF}",
         )

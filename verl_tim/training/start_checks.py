@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -38,6 +38,7 @@ from verl_tim.training.dtypes import canonical
 from verl_tim.training.finding import Finding
 from verl_tim.training.model_file import model_file
 from verl_tim.training.on_policy import on_policy
+from verl_tim.training.remedy import typeable
 from verl_tim.training.replay_checks import replay_findings
 from verl_tim.training.reuse_checks import reuse_findings
 from verl_tim.training.vllm_checks import INVARIANT, invariance_findings, route_findings
@@ -70,7 +71,8 @@ def check(config: DictConfig, *, cluster: Cluster | None = None) -> None:
     """Raise `ConfigError` with every finding, if there are any."""
     found = findings(config, cluster=cluster)
     if found:
-        lines = "\n".join(f"  - {finding}" for finding in found)
+        told = (replace(one, remedy=typeable(one.remedy, config)) for one in found)
+        lines = "\n".join(f"  - {finding}" for finding in told)
         raise ConfigError(f"this run cannot work as configured:\n{lines}")
 
 
@@ -241,13 +243,10 @@ def _cpu_machine(view: View, _: Cluster | None) -> Iterator[Finding]:
             "verl has no training engine for CPUs, and this key brings one",
             f"Set it to {EXTERNAL_LIB}",
         )
-    attention = view.get("actor_rollout_ref.model.override_config.attn_implementation", "flash_attention_2")
+    key = "actor_rollout_ref.model.override_config.attn_implementation"
+    attention = view.get(key, "flash_attention_2")
     if str(attention).startswith("flash"):
-        yield Finding(
-            "actor_rollout_ref.model.override_config.attn_implementation",
-            f"{attention} needs a GPU",
-            "Set it to sdpa (with + before the key on a plain verl command line)",
-        )
+        yield Finding(key, f"{attention} needs a GPU", f"Set {key}=sdpa")
     if view.attention_contract == "fa3":
         yield Finding(ATTENTION_KEY, "fa3 needs a Hopper GPU", "Set it to chunk64")
     if view.get("actor_rollout_ref.model.enable_activation_offload", False):

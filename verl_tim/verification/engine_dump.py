@@ -20,6 +20,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from verl_tim.diagnosis.own_file import mark
 from verl_tim.training.in_process import ScoredSequence
 from verl_tim.verification.answers import Answer
 from verl_tim.verification.forward import LOG_PROB
@@ -36,6 +38,7 @@ from verl_tim.verification.hf_taps import LOGITS
 
 SUFFIXES = (".npz", ".safetensors", ".parquet")
 HIDDEN = "hidden/"
+_MARK = mark("probe --dump")
 _REQUIRED = ("prompt_ids", "response_ids", "log_probs")
 
 
@@ -253,13 +256,15 @@ def _to_arrays(path: Path, sequences: Sequence[DumpedSequence]) -> None:
     if path.suffix == ".safetensors":
         from safetensors.torch import save_file
 
-        save_file(arrays, path)
+        save_file(arrays, path, metadata=_MARK)
         return
     # NumPy has no bfloat16; float32 holds its values exactly
     plain: dict[str, Any] = {
         name: (x.float() if x.dtype in (torch.bfloat16, torch.float16) else x).numpy() for name, x in arrays.items()
     }
     np.savez(path, **plain)
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.comment = "".join(_MARK.values()).encode()
 
 
 def _to_parquet(path: Path, sequences: Sequence[DumpedSequence]) -> None:
@@ -277,4 +282,4 @@ def _to_parquet(path: Path, sequences: Sequence[DumpedSequence]) -> None:
     if sequences[0].top_ids_RK is not None:
         for name in ("top_ids", "top_log_probs"):
             columns[name] = [getattr(s, f"{name}_RK").tolist() for s in sequences]
-    pq.write_table(pa.table(columns), path)
+    pq.write_table(pa.table(columns).replace_schema_metadata(_MARK), path)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from verl_tim.diagnosis.formats import percent, short
 from verl_tim.diagnosis.metrics import mismatch_metrics
+from verl_tim.diagnosis.own_file import mark
 from verl_tim.verification.answers import Answer, Top2
 from verl_tim.verification.page import COLOR, Page, Section, plot
 from verl_tim.verification.subject import padded
@@ -89,7 +90,7 @@ class ProbeReport:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        return {"summary": self.summary(), **asdict(self)}
+        return {**mark("probe"), "summary": self.summary(), **asdict(self)}
 
     def table(self) -> Table:
         """For the terminal."""

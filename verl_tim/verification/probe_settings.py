@@ -11,6 +11,8 @@ from typing import Any
 
 import yaml
 
+from verl_tim import broken_yaml
+
 ROLLOUTS = ("vexact", "stock", "vllm")
 TRAINERS = ("contract", "stock")
 DTYPES = ("bfloat16", "float32")
@@ -109,8 +111,9 @@ def _read(file: Path) -> dict[str, Any]:
         )
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise SettingsError("--settings", f"{file} is not YAML: {error}", "see recipes/probe_8b") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        problem, remedy = broken_yaml.explain(error, file)
+        raise SettingsError("--settings", f"{file} is not YAML: {problem}", remedy) from error
     if not isinstance(content, dict):
         raise SettingsError("--settings", f"{file} must hold keys and values", "see recipes/probe_8b")
     return {key: value for key, value in content.items() if value is not None}

@@ -20,6 +20,7 @@ rule = RULES.rule
     f"{CORRECTION_KEY}.rollout_is_threshold",
     f"{CORRECTION_KEY}.rollout_rs_threshold",
     remedy="write a band as [lo, hi] or in quotes",
+    at_start=True,
 )
 def band_read_as_number(view: View) -> Iterator[Finding]:
     """YAML reads the unquoted 0.5_5 as the number 0.55: a band from 0.5 to 5 becomes a cap below 1, and nothing shows

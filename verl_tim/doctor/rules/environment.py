@@ -58,7 +58,7 @@ def tf32(view: View) -> Iterator[Finding]:
     "exact.cublas-workspace",
     Severity.EXACTNESS,
     "CUBLAS_WORKSPACE_CONFIG",
-    remedy=f"+{ENVIRONMENT}.CUBLAS_WORKSPACE_CONFIG=':16:8' ({SWITCH}=true sets it), or trainer=contract, which denies "
+    remedy=f'+{ENVIRONMENT}.CUBLAS_WORKSPACE_CONFIG=":16:8" ({SWITCH}=true sets it), or trainer=contract, which denies '
     "split-K by itself",
     reports=("vllm#43337",),
 )
@@ -78,7 +78,7 @@ def cublas_workspace(view: View) -> Iterator[Finding]:
     Severity.EXACTNESS,
     "VLLM_FLASH_ATTN_VERSION",
     "engine_kwargs.vllm.attention_backend",
-    remedy=f"pin it: +{ENVIRONMENT}.VLLM_FLASH_ATTN_VERSION=2 beside a trainer on flash_attention_2",
+    remedy=f'pin it: +{ENVIRONMENT}.VLLM_FLASH_ATTN_VERSION="2" beside a trainer on flash_attention_2',
 )
 def flash_attention_version(view: View) -> Iterator[Finding]:
     """Left alone, vLLM takes FlashAttention 3 on Hopper and 2 elsewhere, and the trainer what transformers is told:
@@ -141,7 +141,7 @@ def variables_left_behind(view: View) -> Iterator[Finding]:
     "stops.expandable-segments",
     Severity.STOPS,
     "PYTORCH_CUDA_ALLOC_CONF",
-    remedy="take expandable_segments out of it, or set rollout.free_cache_engine=false",
+    remedy=f"take expandable_segments out of it, or set {ROLLOUT}.free_cache_engine=false",
 )
 def expandable_segments(view: View) -> Iterator[Finding]:
     """vLLM's sleep mode keeps its memory in a pool of its own, which refuses to work with expandable segments: its

@@ -44,7 +44,7 @@ def _offloads(view: View) -> bool:
     f"{_ENGINE}.param_offload",
     f"{_ENGINE}.optimizer_offload",
     "engine_kwargs.vexact.kv_cache_bytes",
-    remedy=f"lower it, or set {_ENGINE}.optimizer_offload=true and param_offload=true",
+    remedy=f"lower it, or set {_ENGINE}.optimizer_offload=true and {_ENGINE}.param_offload=true",
     needs_machine=True,
 )
 def while_generating(view: View) -> Iterator[Finding]:

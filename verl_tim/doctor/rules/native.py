@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from verl_tim.correction import VERL_DEFAULTS
-from verl_tim.doctor.rule import ACTOR, Rules, Severity, found
+from verl_tim.doctor.rule import ACTOR, MODEL, Rules, Severity, found
 from verl_tim.doctor.view import View
+from verl_tim.training.config import EXTERNAL_LIB
 from verl_tim.training.correction_checks import log_prob_findings, loss_mode_findings, schedule_findings
 from verl_tim.training.correction_config import (
     AGGREGATION_KEY,
@@ -20,7 +21,7 @@ from verl_tim.training.finding import Finding
 RULES = Rules()
 rule = RULES.rule
 
-_OURS = "with verl_tim (a tim: group, model.external_lib=verl_tim.training.external)"
+_OURS = f"with verl_tim (a tim: group, {MODEL}.external_lib={EXTERNAL_LIB})"
 
 
 @rule(

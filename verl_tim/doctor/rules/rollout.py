@@ -55,7 +55,7 @@ def parallel(view: View) -> Iterator[Finding]:
     Severity.EXACTNESS,
     "VLLM_BATCH_INVARIANT",
     f"{ROLLOUT}.full_determinism",
-    remedy="rollout=vllm_invariant (VLLM_BATCH_INVARIANT=1 for the workers), or rollout=vexact",
+    remedy="rollout=vllm_invariant, or rollout=vexact",
     reports=("vllm#27433", "sglang#28063"),
 )
 def batch_invariance(view: View) -> Iterator[Finding]:
@@ -74,7 +74,8 @@ def batch_invariance(view: View) -> Iterator[Finding]:
     "note.batch-invariance-gaps",
     Severity.NOTE,
     "VLLM_BATCH_INVARIANT",
-    remedy="measure it: verl-tim verify --ladder with this engine; enforce_eager=true takes graphs and compilation out",
+    remedy=f"measure it: verl-tim verify --ladder with this engine; {ROLLOUT}.enforce_eager=true takes graphs and "
+    "compilation out",
     reports=("vllm#57016", "vllm#51187", "vllm#28131", "vllm#30907", "vllm#33383"),
 )
 def batch_invariance_gaps(view: View) -> Iterator[Finding]:

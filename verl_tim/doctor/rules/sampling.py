@@ -41,7 +41,7 @@ def logprobs_mode(view: View) -> Iterator[Finding]:
     f"{ROLLOUT}.top_p",
     f"{ROLLOUT}.top_k",
     f"{ROLLOUT}.min_p",
-    remedy="top_p=1, top_k=-1 and min_p=0 while training; validation may differ",
+    remedy=f"{ROLLOUT}.top_p=1, {ROLLOUT}.top_k=-1 and {ROLLOUT}.min_p=0 while training; validation may differ",
     reports=("trl#6789", "trl#7269", "vllm#49577", "ms-swift#8442"),
 )
 def support(view: View) -> Iterator[Finding]:
@@ -58,7 +58,7 @@ def support(view: View) -> Iterator[Finding]:
     f"{ROLLOUT}.top_p",
     f"{ROLLOUT}.top_k",
     f"{ROLLOUT}.min_p",
-    remedy="top_p=1, top_k=-1 and min_p=0 while training",
+    remedy=f"{ROLLOUT}.top_p=1, {ROLLOUT}.top_k=-1 and {ROLLOUT}.min_p=0 while training",
 )
 def support_of_ours(view: View) -> Iterator[Finding]:
     """vexact and stock record the full-vocabulary log-prob, so d stays what it is; but tokens are drawn from another
@@ -96,7 +96,8 @@ def repetition_penalty(view: View) -> Iterator[Finding]:
     Severity.EXACTNESS,
     f"{ROLLOUT}.multi_turn.use_inference_chat_template",
     f"{ROLLOUT}.multi_turn.tokenization_sanity_check_mode",
-    remedy="set multi_turn.use_inference_chat_template=false and tokenization_sanity_check_mode=strict",
+    remedy=f"set {ROLLOUT}.multi_turn.use_inference_chat_template=false and "
+    f"{ROLLOUT}.multi_turn.tokenization_sanity_check_mode=strict",
     reports=("prime-rl#1525",),
 )
 def retokenisation(view: View) -> Iterator[Finding]:

@@ -46,8 +46,8 @@ def token_budget(view: View) -> Iterator[Finding]:
     Severity.STOPS,
     f"{ROLLOUT}.full_determinism",
     f"{ROLLOUT}.n",
-    remedy=f"set rollout.full_determinism=false and {SWITCH}=true with rollout=vllm_invariant: each sample then has a "
-    "seed of its own",
+    remedy=f"set {ROLLOUT}.full_determinism=false and {SWITCH}=true with rollout=vllm_invariant: each sample then has "
+    "a seed of its own",
 )
 def clones(view: View) -> Iterator[Finding]:
     """Under full_determinism verl gives every request of a vLLM replica one seed and one id, so the answers to a

@@ -20,8 +20,7 @@ rule = RULES.rule
     "exact.trainer-numerics",
     Severity.EXACTNESS,
     BACKEND_KEY,
-    remedy="trainer=contract; in a plain verl config model.use_fused_kernels=true, fused_kernel_options.impl_backend="
-    "contract and model.external_lib=verl_tim.training.external",
+    remedy="trainer=contract",
     reports=("verl-omni#637",),
 )
 def numerics(view: View) -> Iterator[Finding]:
@@ -76,7 +75,7 @@ RULES.extend(_limit(name) for name in dict.fromkeys(limit.name for limit in LIMI
     "exact.torch-compile",
     Severity.EXACTNESS,
     f"{ACTOR}.fsdp_config.use_torch_compile",
-    remedy="set actor.use_torch_compile=false and actor.fsdp_config.use_torch_compile=false",
+    remedy=f"set {ACTOR}.use_torch_compile=false and {ACTOR}.fsdp_config.use_torch_compile=false",
     reports=("vllm#54243", "vllm#30907"),
 )
 def torch_compile(view: View) -> Iterator[Finding]:
@@ -94,7 +93,8 @@ def torch_compile(view: View) -> Iterator[Finding]:
     "exact.autocast",
     Severity.EXACTNESS,
     PARAM_DTYPE_KEY,
-    remedy="trainer=contract runs its forward outside autocast; or param_dtype=fp32 with rollout.dtype=float32",
+    remedy=f"trainer=contract, whose forward is outside autocast; or {PARAM_DTYPE_KEY}=fp32 with "
+    f"{ROLLOUT}.dtype=float32",
     reports=("slime#830", "slime#833"),
 )
 def autocast(view: View) -> Iterator[Finding]:
@@ -109,7 +109,7 @@ def autocast(view: View) -> Iterator[Finding]:
     "exact.model-dtype",
     Severity.EXACTNESS,
     f"{ACTOR}.fsdp_config.model_dtype",
-    remedy=f"set {ACTOR}.fsdp_config.model_dtype=fp32; products are bf16 by mixed_precision.param_dtype",
+    remedy=f"set {ACTOR}.fsdp_config.model_dtype=fp32; products are bf16 by {PARAM_DTYPE_KEY}",
 )
 def model_dtype(view: View) -> Iterator[Finding]:
     """`module.to(bf16)` rounds buffers too: RoPE's inv_freq loses bits, which moved every token's probability by up to
@@ -144,7 +144,8 @@ def dtypes(view: View) -> Iterator[Finding]:
     "exact.head-temperature",
     Severity.EXACTNESS,
     f"{ROLLOUT}.temperature",
-    remedy="trainer=contract divides fp32 logits by an fp32 temperature on both sides; or train at temperature 1",
+    remedy="trainer=contract, with which both sides divide fp32 logits by an fp32 temperature; or train at "
+    "temperature 1",
     reports=("trl#4159", "prime-rl#697"),
 )
 def head_temperature(view: View) -> Iterator[Finding]:

@@ -78,7 +78,7 @@ def checkpoints_pile_up(view: View) -> Iterator[Finding]:
     Severity.WASTE,
     f"{ROLLOUT}.n",
     "algorithm.adv_estimator",
-    remedy="raise rollout.n, to 8 for example, or take reinforce_plus_plus",
+    remedy=f"raise {ROLLOUT}.n, to 8 for example, or algorithm.adv_estimator=reinforce_plus_plus",
 )
 def group_of_one(view: View) -> Iterator[Finding]:
     """These estimators compare the answers to one prompt; a single answer has nothing to be compared with."""
@@ -97,8 +97,8 @@ _MASKED = ("sdpa", "eager")
     f"{MODEL}.override_config.attn_implementation",
     f"{MODEL}.use_remove_padding",
     f"{ACTOR}.ppo_max_token_len_per_gpu",
-    remedy="pip install flash-attn and attn_implementation=flash_attention_2, trainer=contract, or a budget of one "
-    "longest sequence",
+    remedy=f"pip install flash-attn and {MODEL}.override_config.attn_implementation=flash_attention_2; "
+    "trainer=contract; or a budget of one longest sequence",
 )
 def packed_sdpa(view: View) -> Iterator[Finding]:
     """With use_remove_padding a micro-batch is one row of sequences, and for sdpa and eager transformers masks them

@@ -79,21 +79,31 @@ def run_checks(config: DictConfig, checks: Sequence[Check] = CHECKS) -> list[tup
     """Every check and what it found.
 
     Where data or model are still to be made (null), only the check of the keys speaks about them. Values that cannot be
-    meant end the list: nothing else can be said before they are right.
+    meant end the list: nothing else can be said before they are right. A list without the check of the spelling is for
+    keys that are known to be right.
     """
     null = {key for key in keys.MADE_FROM if OmegaConf.select(config, key, throw_on_missing=False) is None}
     results: list[tuple[Check, list[Finding]]] = []
+    misspelt: list[str] = []
     for check in checks:
-        found = [found for found in check.run(config) if found.key not in null or check.run is keys.check]
+        told = verl_config.check_verl(config, misspelt) if check.run is verl_config.check_verl else check.run(config)
+        found = [found for found in told if found.key not in null or check.run is keys.check]
         results.append((check, found))
+        if check.run is keys.check_spelling:
+            misspelt = [finding.key for finding in found]
         if check.run in _OTHERS_COMPUTE_WITH and found:
             break
     return results
 
 
-def all_findings(config: DictConfig) -> list[Finding]:
-    """What all checks found, one finding per key: the first check to name a key knows it best."""
-    return one_per_key(finding for _, findings in run_checks(config) for finding in findings)
+def all_findings(config: DictConfig, *, spelt: bool = False) -> list[Finding]:
+    """What all checks found, one finding per key: the first check to name a key knows it best.
+
+    Args:
+        spelt: an earlier round has found every key spelt as verl spells it.
+    """
+    checks = [check for check in CHECKS if not (spelt and check.run is keys.check_spelling)]
+    return one_per_key(finding for _, findings in run_checks(config, checks) for finding in findings)
 
 
 def one_per_key(findings: Iterable[Finding]) -> list[Finding]:

@@ -34,7 +34,9 @@ def check_files(config: DictConfig) -> Iterator[Finding]:
                 for file in files
             )
         except InputError as error:
-            yield Finding(key, str(error).removeprefix(f"{key}: "), f"set {key}, or task=chain_sum to have data made")
+            yield Finding(
+                key, str(error).removeprefix(f"{key}: "), f"set {key}=FILE, or task=chain_sum to have data made"
+            )
             continue
         batch = config.data.train_batch_size
         if key == "data.train_files" and files and rows < batch:

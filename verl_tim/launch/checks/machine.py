@@ -13,6 +13,8 @@ from verl_tim.launch.errors import Finding
 from verl_tim.rollout.vllm_cpu import installed, is_cpu_build
 from verl_tim.training.config import joins_a_cluster
 
+_ROLLOUT = "actor_rollout_ref.rollout.name"
+
 # Rollouts that need a GPU, and what to take without one.
 _WITHOUT_GPU = dict.fromkeys(("sglang", "trtllm"), "rollout=vexact or rollout=stock") | {
     "vllm": "rollout=vexact or rollout=stock, or install vLLM's build for CPUs: scripts/vllm_cpu.sh (docs/running.md)"
@@ -38,7 +40,7 @@ def check(config: DictConfig) -> Iterator[Finding]:
     name = config.actor_rollout_ref.rollout.name
     if name in _WITHOUT_GPU and _is_without_gpu(config) and not (name == "vllm" and is_cpu_build()):
         missing = "vllm is not installed" if name == "vllm" and installed() is None else f"{name} needs a GPU"
-        yield Finding("rollout", f"{missing}, and this machine has no GPU", f"take {_WITHOUT_GPU[name]}")
+        yield Finding(_ROLLOUT, f"{missing}, and this machine has no GPU", f"take {_WITHOUT_GPU[name]}")
 
 
 def _is_without_gpu(config: DictConfig) -> bool:
@@ -56,7 +58,7 @@ def check_packages(config: DictConfig) -> Iterator[Finding]:
     installed, and logins that they need."""
     # without a GPU it is vLLM's build for CPUs that is missing, and `check` says so
     if config.actor_rollout_ref.rollout.name == "vllm" and installed() is None and not _is_without_gpu(config):
-        yield Finding("rollout", "vllm is not installed", "pip install 'verl_tim[gpu]', or take rollout=vexact")
+        yield Finding(_ROLLOUT, "vllm is not installed", "pip install 'verl_tim[gpu]', or take rollout=vexact")
     if config.trainer.use_v1 and find_spec("transfer_queue") is None:
         yield Finding("trainer.use_v1", "the V1 trainer needs TransferQueue", "pip install 'TransferQueue>=0.1.10'")
     if OmegaConf.select(config, REWARD) == "pkg://verl_tim.tasks.reward":

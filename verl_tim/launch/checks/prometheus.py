@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
+from verl_tim import broken_yaml
 from verl_tim.launch.errors import Finding
 
 KEY = "actor_rollout_ref.rollout.prometheus.file"
@@ -28,7 +29,11 @@ def check(config: DictConfig) -> Iterator[Finding]:
     path = Path(rollout.file)
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else None
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        problem, remedy = broken_yaml.explain(error, path)
+        yield Finding(KEY, f"{path} cannot be read as Prometheus' settings: {problem}", f"{remedy}; or {_REMEDY}")
+        return
+    except (OSError, ValueError) as error:
         yield Finding(KEY, f"{path} cannot be read as Prometheus' settings: {error}", _REMEDY)
         return
     theirs = _of_somebody_else(found)

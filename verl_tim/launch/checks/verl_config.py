@@ -23,14 +23,20 @@ def check_verl_tim(config: DictConfig) -> Iterator[Finding]:
     yield from findings(config)
 
 
-def check_verl(config: DictConfig) -> Iterator[Finding]:
-    """What verl's config classes and its validate_config refuse."""
+def check_verl(config: DictConfig, misspelt: Sequence[str] | None = None) -> Iterator[Finding]:
+    """What verl's config classes and its validate_config refuse.
+
+    Args:
+        misspelt: keys that `keys.check_spelling` names, where it has been asked already.
+    """
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.utils.config import omega_conf_to_dataclass, validate_config
 
     refused = False
     # keys that it has not are named one by one by their own check
-    config = _without(config, [finding.key for finding in keys.check_spelling(config)])
+    if misspelt is None:
+        misspelt = [finding.key for finding in keys.check_spelling(config)]
+    config = _without(config, misspelt)
     for key in keys.CLASSES:
         try:
             omega_conf_to_dataclass(OmegaConf.select(config, key))

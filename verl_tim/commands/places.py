@@ -1,0 +1,33 @@
+"""Where commands that read runs write, unless told, and what they may replace there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from verl_tim.commands.output import writing
+
+
+def beside(runs: Sequence[Path]) -> Path:
+    """The folder that holds the runs; the current one where they lie in several."""
+    folders = {run.expanduser().absolute().parent for run in runs}
+    return folders.pop() if len(folders) == 1 else Path.cwd()
+
+
+def inside(run: Path) -> Path:
+    """The run's own folder; of a file of metrics, the one that it is in."""
+    run = run.expanduser().absolute()
+    return run if run.is_dir() else run.parent
+
+
+def refuse_foreign(*paths: Path, key: str = "--out") -> None:
+    """Before any work: LaunchError where a file to be written is there and no command wrote it."""
+    from verl_tim.diagnosis import own_file
+    from verl_tim.diagnosis.input_error import InputError
+    from verl_tim.launch.errors import LaunchError
+
+    with writing(key):
+        try:
+            own_file.refuse_foreign(*paths, key=key)
+        except InputError as error:
+            raise LaunchError([error.finding(key, "")]) from error
