@@ -9,9 +9,9 @@ import pytest
 from huggingface_hub.errors import RepositoryNotFoundError
 from omegaconf import OmegaConf
 
-from verl_tim.launch import model_path, start
-from verl_tim.launch.checks.model import KEY, TOKENIZER_KEY
-from verl_tim.launch.errors import Finding, LaunchError
+from verl_tim.launch import start
+from verl_tim.launch.checks.model import KEY, TOKENIZER_KEY, check_model, check_tokenizer
+from verl_tim.launch.errors import LaunchError
 
 
 @pytest.fixture
@@ -77,8 +77,8 @@ def test_a_name_that_the_hub_does_not_know(config_of, hub):
 
 def test_what_another_machine_or_the_start_has_is_not_looked_for(config_of):
     for path in ("hdfs://store/model", "null"):
-        config, found = config_of(f"{KEY}={path}"), [Finding(KEY, "is wrong", "mend it")]
-        assert list(model_path.in_words(config, found)) == found
+        config = config_of(f"{KEY}={path}")
+        assert [*check_model(config), *check_tokenizer(config)] == []
 
 
 def test_a_home_in_an_override_is_answered_with_what_to_write(resolved):

@@ -12,7 +12,6 @@ from verl_tim.commands.places import beside, refuse_foreign
 
 NAME = "baseline"
 HELP = "Store the usual mismatch of a model, dtype, hardware and pair of backends; later runs are watched against it."
-NEEDS_ARGUMENTS = True
 
 
 def command(

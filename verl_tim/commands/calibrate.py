@@ -15,7 +15,6 @@ HELP = (
     "Choose a rejection rule and its threshold from the token dumps of a mismatching and of a zero-mismatch run of "
     "one recipe; writes correction/calibrated_NAME.yaml with the curves it was chosen from."
 )
-NEEDS_ARGUMENTS = True
 
 
 def command(

@@ -19,7 +19,6 @@ HELP = (
     "baseline's band first, reward, mismatch, speed; page with plots and JSON.\n\n"
     "A RUN is a run folder, a folder of TensorBoard events, a folder of a wandb offline run, or a metrics.jsonl."
 )
-NEEDS_ARGUMENTS = True
 
 
 def command(

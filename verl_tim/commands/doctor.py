@@ -24,7 +24,6 @@ HELP = (
     "verl-tim doctor any_verl_config.yaml actor_rollout_ref.rollout.n=8[/]\n\n"
     "Exit code: 0 no error, 1 at least one error, 2 the config cannot be read. docs/doctor.md lists the rules."
 )
-NEEDS_ARGUMENTS = False
 
 _NONE_NAMED = """No run was named: that was {source}, the default, as it is. A run of yours:
     verl-tim doctor recipe=NAME KEY=VALUE ...   what verl-tim train is given
@@ -38,7 +37,7 @@ def command(
     words: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[FILE.yaml | RUN_FOLDER | recipe=NAME] [KEY=VALUE]...", help="A config of verl's, then overrides."
+            metavar="[RECIPE | FILE.yaml | RUN_FOLDER] [KEY=VALUE]...", help="A config of verl's, then overrides."
         ),
     ] = None,
     config_path: Annotated[
@@ -57,10 +56,11 @@ def command(
     from verl_tim.doctor.source import read
     from verl_tim.doctor.view import View
     from verl_tim.launch.prepare import find_made
+    from verl_tim.launch.words import with_recipe
     from verl_tim.training.remedy import has_groups
 
     with bad_input():
-        source = read(words or [], config_path=config_path, config_name=config_name)
+        source = read(with_recipe(words or []), config_path=config_path, config_name=config_name)
         if machine and has_groups(source.config):
             find_made(source.config)
     view = View(source.config, Machine.here() if machine else None, source.underscore_numbers)

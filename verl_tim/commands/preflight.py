@@ -32,9 +32,7 @@ _ANSWER_SECONDS = 30.0
 def command(
     words: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="[RECIPE | FILE.yaml | RUN_FOLDER] [KEY=VALUE]...", help="A config, then overrides."
-        ),
+        typer.Argument(metavar="[RECIPE | FILE.yaml | RUN_FOLDER] [KEY=VALUE]...", help="A config, then overrides."),
     ] = None,
     address: Annotated[
         str | None, typer.Option(help="Ray's head, HOST:PORT. Default: the config's, RAY_ADDRESS, or a Ray of its own.")

@@ -19,7 +19,6 @@ HELP = (
     "One run as a page: curves, |d| over place and length, its histogram, the worst tokens in their text, router "
     "flips per layer, the correction's effect, what ran."
 )
-NEEDS_ARGUMENTS = True
 
 SHOWN = 5  # tokens and layers; the page has more
 CONTEXT = 12  # letters on either side of a token

@@ -19,7 +19,6 @@ HELP = (
     "Exit code 0: equal; 1: they differ; 2: they cannot be compared. Times, memory and the rollout's schedule are left "
     "out; differences of config and machine, and of generators that nobody seeded, are listed and decide nothing."
 )
-NEEDS_ARGUMENTS = True
 
 # Differences of config or manifest in the terminal; of other machines and versions there may be hundreds.
 _SHOWN = 20

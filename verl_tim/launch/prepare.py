@@ -12,9 +12,10 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_tim.launch import environment, model_path
+from verl_tim.launch import environment
 from verl_tim.launch.checks import keys, made
 from verl_tim.launch.checks.keys import MADE_FROM
+from verl_tim.launch.checks.model import KEY, TOKENIZER_KEY
 from verl_tim.launch.errors import LaunchError
 from verl_tim.launch.recipes import CONFIGS_PACKAGE
 from verl_tim.training.determinism import make_deterministic
@@ -29,7 +30,7 @@ def absolute_paths(config: DictConfig) -> None:
         if not value or not isinstance(value, str):
             raise LaunchError.of(f"tim.{name}", f"is {value!r}", f"give a folder: tim.{name}=FOLDER")
         config.tim[name] = str(Path(value).expanduser().absolute())
-    model_path.expand(config)
+    _expand_homes(config)
     _name_by_folder(config)
     _name_trackers(config)
     for key in _PACKAGE_FILES:
@@ -52,6 +53,15 @@ def complete(config: DictConfig, environ: Mapping[str, str] | None = None) -> No
     """
     environment.add_to_workers(config, environ)
     make_deterministic(config)
+
+
+def _expand_homes(config: DictConfig) -> None:
+    """`~` in the folders of model and tokenizer, in place: verl hands it on as it is, and transformers takes it for the
+    name of a repository."""
+    for key in (KEY, TOKENIZER_KEY):
+        path = OmegaConf.select(config, key, throw_on_missing=False)
+        if isinstance(path, str) and path.startswith("~"):
+            OmegaConf.update(config, key, str(Path(path).expanduser()))
 
 
 def _name_by_folder(config: DictConfig) -> None:

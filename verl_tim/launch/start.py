@@ -9,7 +9,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from verl_tim.launch import model_path, prepare, run_folder, underscores
+from verl_tim.launch import prepare, run_folder, underscores
 from verl_tim.launch.checks import all_findings, values
 from verl_tim.launch.compose import compose_config, hydra_for, split_recipe
 from verl_tim.launch.errors import Finding, LaunchError
@@ -114,7 +114,7 @@ def _check_structure(config: DictConfig) -> None:
 
 
 def _check(config: DictConfig, folder_is_free: bool, *, spelt: bool = False) -> None:
-    found = model_path.in_words(config, all_findings(config, spelt=spelt))
+    found = all_findings(config, spelt=spelt)
     _refuse(finding for finding in found if folder_is_free or finding.key != FOLDER_KEY)
 
 

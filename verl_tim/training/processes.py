@@ -192,9 +192,7 @@ class RunProcesses:
                     end = None if engine_error is None else _End(_AWAY, engine_error, away=True)
                 except _NO_MORE as error:
                     server = self._actors[name]
-                    end = _End(
-                        str(error), successor.left(successor.ENGINE_ERROR, server), restarts=Restarts.of(server)
-                    )
+                    end = _End(str(error), successor.left(successor.ENGINE_ERROR, server), restarts=Restarts.of(server))
                 if end is None:
                     answer += [name] if name.startswith(_SERVER) else []
                 else:

@@ -8,7 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from verl_tim.launch.checks import chat, weights
 from verl_tim.launch.errors import Finding
@@ -47,17 +47,8 @@ def check_model(config: DictConfig) -> Iterator[Finding]:
     path = str(config.actor_rollout_ref.model.path)
     folder = local_folder(path)
     if folder is None:
-        if is_remote(path):
-            return
-        error = load_error(path, "config", config.actor_rollout_ref.model.trust_remote_code)
-        if error and hub_is_out_of_reach(path, config.actor_rollout_ref.model.trust_remote_code):
-            yield Finding(
-                KEY,
-                f"{path} is no folder here, and the hub cannot be asked for it ({error})",
-                "look at the network, fill the cache (HF_HOME) where there is one, or give a folder",
-            )
-        elif error:
-            yield Finding(KEY, f"{path} is neither a folder here nor a model that the hub gives ({error})", _remedy())
+        if missing := _missing(config, KEY):
+            yield missing
         return
     if not (folder / "config.json").is_file():
         yield Finding(KEY, f"{folder} has no config.json, so it is not a model in Hugging Face format", _remedy())
@@ -117,6 +108,41 @@ def _check_shards(folder: Path) -> Iterator[Finding]:
         )
 
 
+def _missing(config: DictConfig, key: str) -> Finding | None:
+    """What the key names, and is nowhere."""
+    value, trust_remote_code = OmegaConf.select(config, key), config.actor_rollout_ref.model.trust_remote_code
+    path = str(value)
+    if value is None or local_folder(path) is not None or is_remote(path):
+        return None
+    place = Path(path).expanduser().absolute()
+    problem = f"{place} is no folder" if place.exists() else f"there is no folder {place}"
+    other = ", or take model=tiny_qwen3" if key == KEY else ", or leave it null for the model's own"
+    remedy = f"give a folder in Hugging Face format or OWNER/NAME of the hub{other}"
+    if not _may_be_of_the_hub(path):
+        return Finding(key, problem, remedy)
+    error = load_error(path, "config" if key == KEY else "tokenizer", trust_remote_code)
+    if not error:
+        return None
+    if hub_is_out_of_reach(path, trust_remote_code):
+        problem += f", and the hub cannot be asked for {path} ({error})"
+        fetch = f"run `hf download {path}` where there is one"
+        remedy = f"look at the network, or {fetch}; then give its folder, or its HF_HOME"
+    else:
+        problem += f", and the hub does not give {path} ({error})"
+    return Finding(key, problem, remedy)
+
+
+def _may_be_of_the_hub(path: str) -> bool:
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(path)
+    except HFValidationError:
+        return False
+    return True
+
+
 def check_tokenizer(config: DictConfig) -> Iterator[Finding]:
     """A tokenizer that is absent, cannot end an answer, has no chat template, or does not fit the model."""
     settings = config.actor_rollout_ref.model
@@ -124,8 +150,12 @@ def check_tokenizer(config: DictConfig) -> Iterator[Finding]:
         return
     key = TOKENIZER_KEY if settings.tokenizer_path else KEY
     path = str(settings.tokenizer_path or settings.path)
-    if is_remote(path) or (local_folder(path) is None and load_error(path, "config", settings.trust_remote_code)):
-        return  # not here to look at, or check_model says so
+    if is_remote(path):
+        return  # not here to look at
+    if missing := _missing(config, key):
+        if key == TOKENIZER_KEY:  # else check_model says it
+            yield missing
+        return
     error = load_error(path, "tokenizer", settings.trust_remote_code)
     folder = local_folder(path)
     if folder is not None and not any(file for pattern in _VOCABULARIES for file in folder.glob(pattern)):
