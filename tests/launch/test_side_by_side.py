@@ -14,6 +14,7 @@ import psutil
 import pytest
 from omegaconf import OmegaConf
 
+from verl_tim.commands.several import not_begun
 from verl_tim.launch import process, side_by_side
 from verl_tim.launch.errors import LaunchError
 from verl_tim.launch.exit_code import TIME_IS_UP
@@ -158,9 +159,36 @@ def test_nothing_is_begun_that_would_not_end_in_time(verl, tmp_path):
     states, code, _ = run(*matrix_of(tmp_path / "runs", "a", "b"), at_once=1, seconds=enough_for_one)
     assert code == TIME_IS_UP
     assert [state.state for state in states.values()] == [State.FINISHED, State.WAITING]
+    assert "s are left, and a took" in states["b"].cause[0]
+    assert not_begun(list(states.values()))[0].startswith("not begun: b; ")
     # with checkpoints a beginning is not lost
     states, _, _ = run(*matrix_of(tmp_path / "more", "a", "b", save_freq=1), at_once=1, seconds=enough_for_one)
     assert [state.state for state in states.values()] == [State.FINISHED, State.STOPPED]
+
+
+def test_what_a_slower_machine_took_counts_until_a_run_of_this_call_has_finished(verl, tmp_path):
+    """A matrix goes on on another machine with what `matrix.json` and the runs' folders brought."""
+    verl(steps=2, pause=1.0)
+    root = tmp_path / "runs"
+    matrix, configs = matrix_of(root, "a", "b", "c", "d")
+    run(matrix, {"a": configs["a"]})
+    attempts = root / "a" / "attempts.jsonl"
+    entry = json.loads(attempts.read_text())
+    attempts.write_text(json.dumps({**entry, "seconds": 100.0}) + "\n")
+    left = {name: configs[name] for name in "bcd"}
+    states, code, _ = run(matrix, left, at_once=1, seconds=90)
+    assert code == TIME_IS_UP
+    assert {states[name].state for name in "bcd"} == {State.WAITING}
+    assert "and a took 100 s" in states["b"].cause[0]
+    assert not_begun(list(states.values())) == [
+        f"not begun: 3 runs; {states['b'].cause[0]}",
+        "  -> give more --minutes, or trainer.save_freq, so that a run that is cut off goes on from a checkpoint",
+    ]
+    # time for a slow one is there when the first begins, and no more when the second could
+    attempts.write_text(json.dumps({**entry, "seconds": 78.5}) + "\n")
+    states, code, _ = run(matrix, left, at_once=1, seconds=80 + side_by_side._END_SECONDS)
+    assert code == 0
+    assert {states[name].state for name in "bcd"} == {State.FINISHED}
 
 
 def test_a_run_with_a_checkpoint_goes_on_from_it(verl, tmp_path):

@@ -101,6 +101,16 @@ def failures(states: Sequence[RunState]) -> list[str]:
     return lines
 
 
+def not_begun(states: Sequence[RunState]) -> list[str]:
+    """Why runs were left although time was."""
+    names = [state.name for state in states if state.state is State.WAITING and state.cause]
+    if not names:
+        return []
+    why, remedy = next(state.cause for state in states if state.name == names[0])
+    runs = names[0] if len(names) == 1 else f"{len(names)} runs"
+    return [f"not begun: {runs}; {why}", f"  -> {remedy}"]
+
+
 def _figures(state: RunState) -> list[str]:
     metrics = dict(state.metrics or {})
     shown = (("reward", metrics.get(REWARD)), ("mismatch", mismatch_of(metrics)), ("s/step", metrics.get(STEP_TIME)))

@@ -54,6 +54,7 @@ class RunState:
         steps: the last that it logged; total: its last.
         seconds: of its attempts in this call.
         exit_code: None while it waits or runs, and of one that could not be started.
+        cause: why it failed, or was not begun although time was left.
         gpus: that it was placed on, by the names of CUDA_VISIBLE_DEVICES; empty on a machine without, and before.
         earlier: it had finished before this call.
         stage: of its start, while it runs and has logged no step.
@@ -108,9 +109,9 @@ def run_side_by_side(
     """Run what is still to be done, `at_once` at a time, and end whatever runs when the time is up.
 
     Each is placed on the GPUs with the fewest runs, and sees no others. A run is not begun where less time is left than
-    the longest other one took or has been running, unless it writes checkpoints to go on from. One that fails, or
-    cannot be started, keeps none of the others from running; one whose process died is begun again as `tim.restarts`
-    says.
+    the longest other one took or has been running, unless it writes checkpoints to go on from; runs of earlier calls,
+    which another machine may have done, count until one of this call has finished. One that fails, or cannot be
+    started, keeps none of the others from running; one whose process died is begun again as `tim.restarts` says.
 
     Args:
         configs: `matrix.prepared`.
@@ -165,7 +166,9 @@ class _Crew:
         self.deadline = None if seconds is None else time.monotonic() + seconds - _END_SECONDS
         self.jobs = {name: _Job(config) for name, config in configs.items()}
         self.waiting = list(configs)
-        self.longest = max((took(matrix.folder / name) for name in finished(matrix)), default=0.0)
+        # (seconds, run); of earlier calls, perhaps on another machine, until one of this call has finished
+        self.longest = max(((took(matrix.folder / name), name) for name in finished(matrix)), default=(0.0, ""))
+        self.measured = False
         left = {name: config.trainer.total_training_steps for name, config in configs.items()}
         self.of = {state.name: state for state in at_first(matrix, left)}
         self.gpus = Gpus(visible_gpus())
@@ -186,6 +189,7 @@ class _Crew:
             self._start_next()
             running = self._running()
             if not running and not self._startable():
+                self._leave()
                 return
             for name in running:
                 self._look_at(name)
@@ -214,8 +218,20 @@ class _Crew:
             return self.waiting
         left = self.deadline - time.monotonic()
         # what runs now will take longer than it has
-        takes = max([self.longest, *(job.process.seconds for job in self.jobs.values() if job.process is not None)])
+        takes = max([self.longest[0], *(job.process.seconds for job in self.jobs.values() if job.process is not None)])
         return [n for n in self.waiting if left >= takes or self.jobs[n].config.trainer.save_freq > 0]
+
+    def _leave(self) -> None:
+        """Say of those that wait why they are not begun."""
+        if self.deadline is None:
+            return
+        left, (seconds, longest) = self.deadline - time.monotonic(), self.longest
+        cause = (
+            f"{left:.0f} s are left, and {longest} took {seconds:.0f} s",
+            "give more --minutes, or trainer.save_freq, so that a run that is cut off goes on from a checkpoint",
+        )
+        for name in self.waiting:
+            self._set(name, cause=cause)
 
     def _start_next(self) -> None:
         if len(self._running()) >= self.at_once:
@@ -279,7 +295,9 @@ class _Crew:
             cause = (*cause, f"{error}: how this run ended is not written down")
         if outcome.exit_code == 0:
             state = State.FINISHED
-            self.longest = max(self.longest, job.seconds)
+            took_now = (job.seconds, name)
+            self.longest = max(self.longest, took_now) if self.measured else took_now
+            self.measured = True
         elif not stopped and job.attempts <= int(job.config.tim.restarts.limit) and restarts.is_infrastructure(outcome):
             state = State.WAITING
             job.config = restarts.resuming(job.config)
