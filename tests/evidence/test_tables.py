@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 from tests.diagnosis.fake_dumps import normal, one_sign, write_dumps
 from tests.evidence.conftest import write_matrix
@@ -170,6 +171,12 @@ def test_times_are_of_runs_that_were_alone_where_there_are_such(evidence, runs, 
     found = speeds(Evidence.read(runs, alone))
     assert [row[1] for row in found.rows] == ["vexact"]
     assert any("alone on the machine" in note for note in found.notes)
+    config_path = alone / "dense-grpo-vexact-data.seed=1" / "config.yaml"
+    config = OmegaConf.load(config_path)
+    OmegaConf.update(config, "tim.poll_interval", 0.3, force_add=True)
+    OmegaConf.save(config, config_path)
+    looks = [note for note in speeds(Evidence.read(runs, alone)).notes if "poll_interval" in note]
+    assert [note.split(" for ")[0] for note in looks] == ["The trainer looks every 0.300 s"]
 
 
 def test_forecast_of_runs_that_do_not_part(evidence):

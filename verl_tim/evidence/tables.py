@@ -21,6 +21,7 @@ from verl_tim.diagnosis.formats import percent, short
 from verl_tim.diagnosis.groups import Group
 from verl_tim.diagnosis.halves import CalibrationError, part_of
 from verl_tim.diagnosis.metric_log import MetricLog
+from verl_tim.diagnosis.run import Run
 from verl_tim.diagnosis.speed import Speed, speed
 from verl_tim.diagnosis.token_dump import TokenDumpError
 from verl_tim.evidence.effect import effect_of
@@ -282,6 +283,13 @@ def speeds(evidence: Evidence) -> Table:
         )
     elif rows:
         notes.append("Of short runs, each alone on the machine; without the first step, which compiles.")
+    looks = sorted({look for pair in pairs for run in pair.comparison.runs if (look := _seconds_between_looks(run))})
+    if looks:
+        seconds = " or ".join(short(look) for look in looks)
+        notes.append(
+            f"The trainer looks every {seconds} s for answers that are complete (`tim.poll_interval`): times of a "
+            "rollout come in steps of that, and a step has half of one more than it needs."
+        )
     columns = (
         *("runs", "variant", "step, s", "tokens drawn/s", "tokens of the batch/s"),
         *("rollout, s", "old log-probs, s", "update, s", "weight sync, s"),
@@ -395,6 +403,10 @@ def _no_exact_run(pair: Pair) -> str:
 def _over(each: Sequence[Speed], name: str) -> float | None:
     values = [value for one in each if (value := getattr(one, name)) is not None]
     return fmean(values) if values else None
+
+
+def _seconds_between_looks(run: Run) -> float | None:
+    return ((run.config or {}).get("tim") or {}).get("poll_interval")
 
 
 def _stage(each: Sequence[Speed], stage: str) -> float | None:
