@@ -14,7 +14,7 @@ import numpy as np
 from verl_tim.diagnosis.band_words import STAYED, changed
 from verl_tim.diagnosis.calibrate import calibrate
 from verl_tim.diagnosis.calibrate_page import bound
-from verl_tim.diagnosis.drift import DriftError, forecast, pull_of
+from verl_tim.diagnosis.drift import DriftError, Measured, forecast, pull_of
 from verl_tim.diagnosis.dumped import Dumped
 from verl_tim.diagnosis.early_warning import SIGNALS, Departure
 from verl_tim.diagnosis.formats import percent, short
@@ -299,7 +299,7 @@ def speeds(evidence: Evidence) -> Table:
 
 def forecasts(evidence: Evidence) -> Table:
     """Whether the rewards part, and where one would expect it if not."""
-    rows, notes = [], []
+    rows, notes, told = [], [], []
     for pair in evidence.pairs:
         baseline = pair.group(BASELINE)
         if baseline is None:
@@ -320,6 +320,18 @@ def forecasts(evidence: Evidence) -> Table:
             except DriftError as error:
                 notes.append(f"{pair.name}: {error}.")
                 continue
+            if f.gap.seen:
+                told.append(f"{pair.name} {group.name}")
+            if not seeds:
+                notes.append(
+                    f"{pair.name}: {group.name} has no seed that {BASELINE} has: the means of all are compared, and ± "
+                    "has in it what sets seeds apart."
+                )
+            elif len(seeds) < len(group.logs):
+                notes.append(
+                    f"{pair.name}: of {len(group.logs)} seeds of {group.name} {len(seeds)} are compared, those that "
+                    f"{BASELINE} has."
+                )
             times = tokens = NONE
             if math.isfinite(f.factor):
                 times = f"{f.factor:,.1f} ×"
@@ -329,9 +341,10 @@ def forecasts(evidence: Evidence) -> Table:
                     pair.name,
                     group.name,
                     "yes" if f.parted else "no",
-                    _with_error(f.gap.value, f.gap.error),
+                    _interval(f.gap),
+                    str(f.paired) if f.paired else "means",
                     f"±{short(f.band)}",
-                    _with_error(f.skew.value, f.skew.error),
+                    _interval(f.skew),
                     _share(f.share.most),
                     _steps(f.by_reward, f.earliest_by_reward),
                     _steps(f.by_skew, f.earliest_by_skew),
@@ -340,9 +353,20 @@ def forecasts(evidence: Evidence) -> Table:
                 )
             )
     columns = (
-        *("runs", "variant", "parted", "reward's gap at the end", "its band", "skew", "share of the pull, at most"),
+        *(
+            "runs",
+            "variant",
+            "parted",
+            "reward's gap at the end",
+            "seeds",
+            "its band",
+            "skew",
+            "share of the pull, at most",
+        ),
         *("parts at step, by the reward", "by the skew", "or with a skew of", "or at a length of"),
     )
+    if rows:
+        notes.append(f"Gaps that are told from 0: {', '.join(told) or 'none'}.")
     # a baseline of one seed says the same of every variant
     return Table(columns, rows, list(dict.fromkeys(notes)))
 
@@ -419,8 +443,10 @@ def _without_first(log: MetricLog) -> MetricLog:
     return MetricLog([record for record in log.records if record.step != first], log.torn)
 
 
-def _with_error(value: float, error: float) -> str:
-    return f"{short(value)} ± {short(error)}" if math.isfinite(error) else f"{short(value)} (one seed)"
+def _interval(measured: Measured) -> str:
+    if not measured.freedom:
+        return f"{short(measured.value)} (one seed)"
+    return f"{short(measured.value)} ± {short(measured.half_width)}"
 
 
 def _steps(expected: float | None, earliest: float) -> str:
