@@ -1,14 +1,20 @@
 """The tables say what stands in the runs."""
 
+import json
 import math
+import shutil
+from statistics import fmean
 
 import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 from tests.diagnosis.fake_dumps import normal, one_sign, write_dumps
 from tests.evidence.conftest import write_matrix
+from verl_tim.diagnosis.curves import REWARD
 from verl_tim.diagnosis.dumped import Dumped
+from verl_tim.diagnosis.formats import short
 from verl_tim.diagnosis.halves import part_of
 from verl_tim.evidence.effect import effect_of
 from verl_tim.evidence.names import VARIANTS, RunName
@@ -170,6 +176,12 @@ def test_times_are_of_runs_that_were_alone_where_there_are_such(evidence, runs, 
     found = speeds(Evidence.read(runs, alone))
     assert [row[1] for row in found.rows] == ["vexact"]
     assert any("alone on the machine" in note for note in found.notes)
+    config_path = alone / "dense-grpo-vexact-data.seed=1" / "config.yaml"
+    config = OmegaConf.load(config_path)
+    OmegaConf.update(config, "tim.poll_interval", 0.3, force_add=True)
+    OmegaConf.save(config, config_path)
+    looks = [note for note in speeds(Evidence.read(runs, alone)).notes if "poll_interval" in note]
+    assert [note.split(" for ")[0] for note in looks] == ["The trainer looks every 0.300 s"]
 
 
 def test_forecast_of_runs_that_do_not_part(evidence):
@@ -177,6 +189,37 @@ def test_forecast_of_runs_that_do_not_part(evidence):
     assert found["parted"] == "no"
     assert "not before" in found["by the skew"]
     assert found["or with a skew of"].endswith("×")
+
+
+def rewards(folder):
+    data = [json.loads(line)["data"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [one[REWARD[0]] for one in data if REWARD[0] in one]
+
+
+def test_a_gap_is_taken_between_runs_of_one_seed(tmp_path):
+    variants = ["vexact", "vllm_recompute"]
+    root = write_matrix(tmp_path, variants=variants, seeds=[1, 2, 3])
+    # the variant's first seed is not there, so places in the groups differ
+    shutil.rmtree(root / "dense-grpo-vllm_recompute-data.seed=1")
+    found = rows(forecasts(Evidence.read(root)), "vllm_recompute")
+    ends = {
+        seed: [fmean(rewards(root / f"dense-grpo-{variant}-data.seed={seed}")[-4:]) for variant in variants]
+        for seed in (2, 3)
+    }
+    gap = fmean(other - exact for exact, other in ends.values())
+    assert found["seeds"] == "2"
+    assert found["reward's gap at the end"].split(" ± ")[0] == short(gap)
+
+    shutil.rmtree(root / "dense-grpo-vexact-data.seed=2")
+    one = forecasts(Evidence.read(root))
+    assert rows(one, "vllm_recompute")["reward's gap at the end"].endswith("(one seed)")
+    assert any("of 2 seeds of vllm_recompute 1 are compared" in note for note in one.notes)
+
+    shutil.rmtree(root / "dense-grpo-vllm_recompute-data.seed=3")
+    write_matrix(root, variants=["vexact"], seeds=[4])
+    none = forecasts(Evidence.read(root))
+    assert rows(none, "vllm_recompute")["seeds"] == "means"
+    assert any("vllm_recompute has no seed that vexact has" in note for note in none.notes)
 
 
 def test_forecast_of_a_larger_skew_is_earlier(tmp_path):

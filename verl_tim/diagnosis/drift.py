@@ -15,7 +15,8 @@ Two estimates, of different make:
   drift. What it leaves out can make it earlier: a policy that has drifted mismatches more (the paper's runs collapse
   so), and it is one number for all tokens.
 
-A mean that is within two standard errors of 0 gives no expected step, only an earliest one, from its upper end.
+Intervals are of 95 % (Student's t, for seeds are two or three). A mean whose interval holds 0 gives no expected step,
+only an earliest one, from the interval's far end.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ import pandas as pd
 from verl_tim.diagnosis.curves import REWARD
 from verl_tim.diagnosis.early_warning import BandRule, band_of
 from verl_tim.diagnosis.groups import Group
+from verl_tim.diagnosis.verdict import STUDENT_T
 
 SKEW = ("tim/contribution_skew",)
 BLOCKS = 10
-ERRORS = 2.0
 # Steps of the window in which the baseline's gain per step is taken, and of which the band's half-width is the mean.
 WINDOW = 21
 
@@ -44,20 +45,31 @@ class DriftError(ValueError):
 
 @dataclass(frozen=True)
 class Measured:
-    """A mean or a slope with its standard error."""
+    """A mean or a slope with its standard error.
+
+    Attributes:
+        freedom: degrees of freedom of the error: independent values less what was fitted to them; 0: one value, and
+            nothing is known of its error.
+    """
 
     value: float
     error: float
+    freedom: int
+
+    @property
+    def half_width(self) -> float:
+        """Of the 95 % interval; infinite where there is one value."""
+        return STUDENT_T[min(self.freedom, len(STUDENT_T)) - 1] * self.error if self.freedom else math.inf
 
     @property
     def seen(self) -> bool:
         """Whether it is told from 0."""
-        return abs(self.value) > ERRORS * self.error
+        return abs(self.value) > self.half_width
 
     @property
     def most(self) -> float:
-        """The upper end of its size."""
-        return abs(self.value) + ERRORS * self.error
+        """The far end of its size."""
+        return abs(self.value) + self.half_width
 
 
 @dataclass(frozen=True)
@@ -69,7 +81,8 @@ class Forecast:
         band: half-width of the band over the last steps, in units of the reward.
         gap: difference of the two rewards over the last block (run - baseline), with its error over seeds.
         paired: how many seeds were compared each with itself; 0: means of all.
-        slope: of that difference, per step.
+        slope: of that difference, per step; its error from how it lies about the line or, where that is more, from how
+            far the seeds' slopes lie apart.
         skew: mean contribution skew; pull: P above; speed: v above, per step.
         by_reward, by_skew: expected step; None where slope or skew is not told from 0.
         earliest_by_reward, earliest_by_skew: from the upper ends; infinite where that is 0.
@@ -98,7 +111,7 @@ class Forecast:
     @property
     def share(self) -> Measured:
         """rho: of the pull, what the mismatch makes."""
-        return Measured(abs(self.skew.value) / self.pull, self.skew.error / self.pull)
+        return Measured(abs(self.skew.value) / self.pull, self.skew.error / self.pull, self.skew.freedom)
 
     @property
     def factor(self) -> float:
@@ -156,11 +169,16 @@ def forecast(
         differences.index = of_group.index
         gap = _over_seeds(_at_end(differences))
         difference = differences.mean(axis=1)
+        slopes = _over_seeds(np.array([slope_of(differences[seed]).value for seed in differences]))
     else:
         difference = of_group.mean(axis=1) - of_baseline.mean(axis=1)
         each = _over_seeds(_at_end(of_group)), _over_seeds(_at_end(of_baseline))
-        gap = Measured(each[0].value - each[1].value, math.hypot(each[0].error, each[1].error))
+        freedom = min(one.freedom for one in each)  # of the two, the fewer: never too narrow
+        gap = Measured(each[0].value - each[1].value, math.hypot(each[0].error, each[1].error), freedom)
+        slopes = None
     slope = slope_of(difference)
+    if slopes is not None and slopes.freedom and slopes.half_width > slope.half_width:
+        slope = slopes
     last = int(of_group.index[-1])
     speed = fastest_gain(of_baseline.mean(axis=1))
     left = max(half_width - abs(gap.value), 0.0)
@@ -206,7 +224,7 @@ def mean_of(frame: pd.DataFrame, name: str) -> Measured:
         blocks += [float(part.mean()) for part in np.array_split(values, BLOCKS)]
     if not blocks:
         raise DriftError(f"{name} logged no {SKEW[0]}")
-    return Measured(float(np.mean(blocks)), float(np.std(blocks, ddof=1)) / math.sqrt(len(blocks)))
+    return Measured(float(np.mean(blocks)), float(np.std(blocks, ddof=1)) / math.sqrt(len(blocks)), len(blocks) - 1)
 
 
 def slope_of(series: pd.Series) -> Measured:
@@ -216,7 +234,7 @@ def slope_of(series: pd.Series) -> Measured:
     spread = float(((x - x.mean()) ** 2).sum())
     slope = float(((x - x.mean()) * (y - y.mean())).sum()) / spread
     rest = y - y.mean() - slope * (x - x.mean())
-    return Measured(slope, math.sqrt(float((rest**2).sum()) / (BLOCKS - 2) / spread))
+    return Measured(slope, math.sqrt(float((rest**2).sum()) / (BLOCKS - 2) / spread), BLOCKS - 2)
 
 
 def fastest_gain(reward: pd.Series) -> float:
@@ -256,7 +274,7 @@ def _at_end(frame: pd.DataFrame) -> np.ndarray:
 
 
 def _over_seeds(value_S: np.ndarray) -> Measured:
-    """Mean and standard error over seeds; of one seed nothing is known of others, and the error is infinite."""
+    """Mean and standard error over seeds; of one seed nothing is known of others."""
     seeds = len(value_S)
-    error = float(value_S.std(ddof=1)) / math.sqrt(seeds) if seeds > 1 else math.inf
-    return Measured(float(value_S.mean()), error)
+    error = float(value_S.std(ddof=1)) / math.sqrt(seeds) if seeds > 1 else 0.0
+    return Measured(float(value_S.mean()), error, seeds - 1)

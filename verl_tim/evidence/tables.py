@@ -14,13 +14,14 @@ import numpy as np
 from verl_tim.diagnosis.band_words import STAYED, changed
 from verl_tim.diagnosis.calibrate import calibrate
 from verl_tim.diagnosis.calibrate_page import bound
-from verl_tim.diagnosis.drift import DriftError, forecast, pull_of
+from verl_tim.diagnosis.drift import DriftError, Measured, forecast, pull_of
 from verl_tim.diagnosis.dumped import Dumped
 from verl_tim.diagnosis.early_warning import SIGNALS, Departure
 from verl_tim.diagnosis.formats import percent, short
 from verl_tim.diagnosis.groups import Group
 from verl_tim.diagnosis.halves import CalibrationError, part_of
 from verl_tim.diagnosis.metric_log import MetricLog
+from verl_tim.diagnosis.run import Run
 from verl_tim.diagnosis.speed import Speed, speed
 from verl_tim.diagnosis.token_dump import TokenDumpError
 from verl_tim.evidence.effect import effect_of
@@ -282,6 +283,13 @@ def speeds(evidence: Evidence) -> Table:
         )
     elif rows:
         notes.append("Of short runs, each alone on the machine; without the first step, which compiles.")
+    looks = sorted({look for pair in pairs for run in pair.comparison.runs if (look := _seconds_between_looks(run))})
+    if looks:
+        seconds = " or ".join(short(look) for look in looks)
+        notes.append(
+            f"The trainer looks every {seconds} s for answers that are complete (`tim.poll_interval`): times of a "
+            "rollout come in steps of that, and a step has half of one more than it needs."
+        )
     columns = (
         *("runs", "variant", "step, s", "tokens drawn/s", "tokens of the batch/s"),
         *("rollout, s", "old log-probs, s", "update, s", "weight sync, s"),
@@ -291,7 +299,7 @@ def speeds(evidence: Evidence) -> Table:
 
 def forecasts(evidence: Evidence) -> Table:
     """Whether the rewards part, and where one would expect it if not."""
-    rows, notes = [], []
+    rows, notes, told = [], [], []
     for pair in evidence.pairs:
         baseline = pair.group(BASELINE)
         if baseline is None:
@@ -312,6 +320,18 @@ def forecasts(evidence: Evidence) -> Table:
             except DriftError as error:
                 notes.append(f"{pair.name}: {error}.")
                 continue
+            if f.gap.seen:
+                told.append(f"{pair.name} {group.name}")
+            if not seeds:
+                notes.append(
+                    f"{pair.name}: {group.name} has no seed that {BASELINE} has: the means of all are compared, and ± "
+                    "has in it what sets seeds apart."
+                )
+            elif len(seeds) < len(group.logs):
+                notes.append(
+                    f"{pair.name}: of {len(group.logs)} seeds of {group.name} {len(seeds)} are compared, those that "
+                    f"{BASELINE} has."
+                )
             times = tokens = NONE
             if math.isfinite(f.factor):
                 times = f"{f.factor:,.1f} ×"
@@ -321,9 +341,10 @@ def forecasts(evidence: Evidence) -> Table:
                     pair.name,
                     group.name,
                     "yes" if f.parted else "no",
-                    _with_error(f.gap.value, f.gap.error),
+                    _interval(f.gap),
+                    str(f.paired) if f.paired else "means",
                     f"±{short(f.band)}",
-                    _with_error(f.skew.value, f.skew.error),
+                    _interval(f.skew),
                     _share(f.share.most),
                     _steps(f.by_reward, f.earliest_by_reward),
                     _steps(f.by_skew, f.earliest_by_skew),
@@ -332,9 +353,20 @@ def forecasts(evidence: Evidence) -> Table:
                 )
             )
     columns = (
-        *("runs", "variant", "parted", "reward's gap at the end", "its band", "skew", "share of the pull, at most"),
+        *(
+            "runs",
+            "variant",
+            "parted",
+            "reward's gap at the end",
+            "seeds",
+            "its band",
+            "skew",
+            "share of the pull, at most",
+        ),
         *("parts at step, by the reward", "by the skew", "or with a skew of", "or at a length of"),
     )
+    if rows:
+        notes.append(f"Gaps that are told from 0: {', '.join(told) or 'none'}.")
     # a baseline of one seed says the same of every variant
     return Table(columns, rows, list(dict.fromkeys(notes)))
 
@@ -397,6 +429,10 @@ def _over(each: Sequence[Speed], name: str) -> float | None:
     return fmean(values) if values else None
 
 
+def _seconds_between_looks(run: Run) -> float | None:
+    return ((run.config or {}).get("tim") or {}).get("poll_interval")
+
+
 def _stage(each: Sequence[Speed], stage: str) -> float | None:
     values = [one.stage_seconds[stage] for one in each if stage in one.stage_seconds]
     return fmean(values) if values else None
@@ -407,8 +443,10 @@ def _without_first(log: MetricLog) -> MetricLog:
     return MetricLog([record for record in log.records if record.step != first], log.torn)
 
 
-def _with_error(value: float, error: float) -> str:
-    return f"{short(value)} ± {short(error)}" if math.isfinite(error) else f"{short(value)} (one seed)"
+def _interval(measured: Measured) -> str:
+    if not measured.freedom:
+        return f"{short(measured.value)} (one seed)"
+    return f"{short(measured.value)} ± {short(measured.half_width)}"
 
 
 def _steps(expected: float | None, earliest: float) -> str:
