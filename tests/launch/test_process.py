@@ -59,27 +59,56 @@ def test_steps_arrive_while_it_runs(child, tmp_path):
 
 def test_the_stages_of_the_start_arrive_until_the_first_step(child, tmp_path, monkeypatch):
     monkeypatch.setattr(process, "_POLL_SECONDS", 0.02)
-    monkeypatch.setattr(process, "_AGAIN_SECONDS", 0.3)
+    monkeypatch.setattr(process, "_AGAIN_SECONDS", 3600.0)
     child(
         """
-        import json, sys, time
+        import json, os, sys, time
+
+        def told(number):
+            while not os.path.exists(f"{sys.argv[1]}/told{number}"):
+                time.sleep(0.01)
+
+        told(1)
         print("config: {'a': 'ray init kwargs'}", flush=True)
-        time.sleep(0.2)
         print("ray init kwargs: {}", flush=True)
-        time.sleep(0.5)
+        told(2)
         print("INFO worker.py:2038 -- Started a local Ray instance.", flush=True)
-        time.sleep(0.2)
+        told(3)
         with open(sys.argv[1] + "/metrics.jsonl", "w") as file:
             file.write(json.dumps({"step": 0, "data": {}}) + "\\n")
-        time.sleep(0.2)
+        told(4)
         print("(TaskRunner pid=1) colocated worker base class", flush=True)
-        time.sleep(0.2)
         """
     )
     told = []
-    run_verl(tmp_path, on_step=lambda step: told.append(step.number), on_start=told.append)
-    ray = "Ray is up; the trainer's process loads verl and data"
-    assert told == ["loading verl", "starting Ray", "starting Ray", ray, 0], "a long stage is told again"
+
+    def tell(what):
+        told.append(what)
+        (tmp_path / f"told{len(told)}").touch()
+
+    run_verl(tmp_path, on_step=lambda step: tell(step.number), on_start=tell)
+    assert told == ["loading verl", "starting Ray", "Ray is up; the trainer's process loads verl and data", 0]
+
+
+def test_a_stage_that_takes_long_is_told_again(child, tmp_path, monkeypatch):
+    monkeypatch.setattr(process, "_POLL_SECONDS", 0.02)
+    monkeypatch.setattr(process, "_AGAIN_SECONDS", 0.05)
+    child(
+        """
+        import os, sys, time
+
+        while not os.path.exists(sys.argv[1] + "/told3"):
+            time.sleep(0.01)
+        """
+    )
+    told = []
+
+    def tell(what):
+        told.append(what)
+        (tmp_path / f"told{len(told)}").touch()
+
+    run_verl(tmp_path, on_step=lambda step: None, on_start=tell)
+    assert told[:3] == ["loading verl"] * 3
 
 
 def test_exit_code_is_the_childs(child, tmp_path):

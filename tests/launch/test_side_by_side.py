@@ -128,7 +128,7 @@ def test_a_failure_is_the_exit_code_and_keeps_none_from_running(verl, tmp_path):
     assert set(finished(matrix)) == {"a", "b"}
     (attempt,) = (tmp_path / "runs" / "bad" / "attempts.jsonl").read_text().splitlines()
     assert json.loads(attempt)["exit_code"] == 7
-    assert took(tmp_path / "runs" / "a") > 0
+    assert took(tmp_path / "runs" / "a").seconds > 0
 
 
 def test_when_the_time_is_up_everything_is_ended_and_can_go_on(verl, tmp_path):
@@ -159,14 +159,14 @@ def test_nothing_is_begun_that_would_not_end_in_time(verl, tmp_path):
     states, code, _ = run(*matrix_of(tmp_path / "runs", "a", "b"), at_once=1, seconds=enough_for_one)
     assert code == TIME_IS_UP
     assert [state.state for state in states.values()] == [State.FINISHED, State.WAITING]
-    assert "s are left, and a took" in states["b"].cause[0]
+    assert "s are left to run, and a took" in states["b"].not_begun[0]
     assert not_begun(list(states.values()))[0].startswith("not begun: b; ")
     # with checkpoints a beginning is not lost
     states, _, _ = run(*matrix_of(tmp_path / "more", "a", "b", save_freq=1), at_once=1, seconds=enough_for_one)
     assert [state.state for state in states.values()] == [State.FINISHED, State.STOPPED]
 
 
-def test_what_a_slower_machine_took_counts_until_a_run_of_this_call_has_finished(verl, tmp_path):
+def test_what_another_machine_took_counts_until_a_run_has_finished_here(verl, tmp_path):
     """A matrix goes on on another machine with what `matrix.json` and the runs' folders brought."""
     verl(steps=2, pause=1.0)
     root = tmp_path / "runs"
@@ -174,21 +174,50 @@ def test_what_a_slower_machine_took_counts_until_a_run_of_this_call_has_finished
     run(matrix, {"a": configs["a"]})
     attempts = root / "a" / "attempts.jsonl"
     entry = json.loads(attempts.read_text())
-    attempts.write_text(json.dumps({**entry, "seconds": 100.0}) + "\n")
+
+    def says(**changes):
+        attempts.write_text(json.dumps({**entry, **changes}) + "\n")
+
     left = {name: configs[name] for name in "bcd"}
+    says(seconds=100.0, machine="another")
     states, code, _ = run(matrix, left, at_once=1, seconds=90)
     assert code == TIME_IS_UP
     assert {states[name].state for name in "bcd"} == {State.WAITING}
-    assert "and a took 100 s" in states["b"].cause[0]
-    assert not_begun(list(states.values())) == [
-        f"not begun: 3 runs; {states['b'].cause[0]}",
-        "  -> give more --minutes, or trainer.save_freq, so that a run that is cut off goes on from a checkpoint",
+    why, remedy = states["b"].not_begun
+    assert why.endswith("s are left to run, and a took 100 s, on another machine")
+    assert not_begun(list(states.values())) == [f"not begun: 3 runs; {why}", f"  -> {remedy}"]
+    assert states["b"].to_dict()["not_begun"] == [why, remedy]
+    says(seconds=0.5, machine="another")
+    run(matrix, {"b": configs["b"]}, at_once=1, seconds=90)
+    says(seconds=100.0, machine="another")
+    left = {name: configs[name] for name in "cd"}
+    states, code, _ = run(matrix, left, at_once=1, seconds=90)
+    assert (code, {states[name].state for name in "cd"}) == (0, {State.FINISHED}), "b has finished here"
+
+
+def test_what_runs_took_on_this_machine_counts_in_later_calls_too(verl, tmp_path):
+    """A long kind of run is not begun because a short kind has just ended."""
+    verl(steps=2)
+    root = tmp_path / "runs"
+    matrix, configs = matrix_of(root, "long", "short", "next")
+    run(matrix, {"long": configs["long"]})
+    attempts = root / "long" / "attempts.jsonl"
+    attempts.write_text(json.dumps({**json.loads(attempts.read_text()), "seconds": 100.0}) + "\n")
+    left = {name: configs[name] for name in ("short", "next")}
+    states, code, _ = run(matrix, left, at_once=1, seconds=90)
+    assert (code, states["short"].state) == (TIME_IS_UP, State.WAITING)
+    assert states["short"].not_begun[0].endswith("and long took 100 s")
+
+
+def test_one_that_waits_for_another_try_keeps_its_cause(tmp_path):
+    """Its lines are of what it failed with, however many, and none of them a remedy."""
+    lost = ("Traceback", "  in step", "ActorDiedError: gone")
+    waits = side_by_side.RunState("a", tmp_path, State.WAITING, 3, 20, cause=lost)
+    assert not_begun([waits]) == []
+    assert not_begun([side_by_side.replace(waits, not_begun=("9 s are left", "more"))]) == [
+        "not begun: a; 9 s are left",
+        "  -> more",
     ]
-    # time for a slow one is there when the first begins, and no more when the second could
-    attempts.write_text(json.dumps({**entry, "seconds": 78.5}) + "\n")
-    states, code, _ = run(matrix, left, at_once=1, seconds=80 + side_by_side._END_SECONDS)
-    assert code == 0
-    assert {states[name].state for name in "bcd"} == {State.FINISHED}
 
 
 def test_a_run_with_a_checkpoint_goes_on_from_it(verl, tmp_path):
@@ -385,11 +414,11 @@ def test_a_record_that_a_full_disk_cut_off_is_read_up_to_there_and_goes_on(tmp_p
     from verl_tim.launch.restarts import ATTEMPTS, record
 
     (tmp_path / ATTEMPTS).write_text('{"attempt": 1, "seconds": 2.5}\n{"attempt": 2, "sec')
-    assert took(tmp_path) == 2.5
+    assert took(tmp_path).seconds == 2.5
     record(tmp_path, Outcome(0, 4.0, (), tmp_path / "log", ()))
     entries = [json.loads(line) for line in (tmp_path / ATTEMPTS).read_text().splitlines()]
     assert [entry["attempt"] for entry in entries] == [1, 2]
-    assert took(tmp_path) == 6.5
+    assert took(tmp_path).seconds == 6.5
 
 
 def test_what_has_finished_stays_so_in_another_place(verl, tmp_path):

@@ -103,11 +103,11 @@ def failures(states: Sequence[RunState]) -> list[str]:
 
 def not_begun(states: Sequence[RunState]) -> list[str]:
     """Why runs were left although time was."""
-    names = [state.name for state in states if state.state is State.WAITING and state.cause]
-    if not names:
+    left = [(state.name, state.not_begun) for state in states if state.not_begun is not None]
+    if not left:
         return []
-    why, remedy = next(state.cause for state in states if state.name == names[0])
-    runs = names[0] if len(names) == 1 else f"{len(names)} runs"
+    name, (why, remedy) = left[0]
+    runs = name if len(left) == 1 else f"{len(left)} runs"
     return [f"not begun: {runs}; {why}", f"  -> {remedy}"]
 
 

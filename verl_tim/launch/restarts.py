@@ -11,6 +11,7 @@ import dataclasses
 import json
 import shutil
 import signal
+import socket
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -168,6 +169,12 @@ def _last(steps: Sequence[Step]) -> int:
     return steps[-1].number if steps else 0
 
 
+def machine() -> str:
+    """This machine since it was last started; a lent one may bear the name of the one before."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text(encoding="ascii").strip() if boot.is_file() else socket.gethostname()
+
+
 def record(folder: Path, outcome: Outcome) -> None:
     """Adds an attempt to the run folder's list."""
     path = folder / ATTEMPTS
@@ -182,5 +189,6 @@ def record(folder: Path, outcome: Outcome) -> None:
         "last_step": outcome.steps[-1].number if outcome.steps else None,
         "seconds": round(outcome.seconds, 1),
         "cause": list(outcome.cause),
+        "machine": machine(),
     }
     write_whole(path, text + json.dumps(entry, ensure_ascii=False) + "\n")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -54,7 +54,8 @@ class RunState:
         steps: the last that it logged; total: its last.
         seconds: of its attempts in this call.
         exit_code: None while it waits or runs, and of one that could not be started.
-        cause: why it failed, or was not begun although time was left.
+        cause: why it failed, the last time that it did.
+        not_begun: (why, what to do) of one that waits at the end although time is left.
         gpus: that it was placed on, by the names of CUDA_VISIBLE_DEVICES; empty on a machine without, and before.
         earlier: it had finished before this call.
         stage: of its start, while it runs and has logged no step.
@@ -72,6 +73,7 @@ class RunState:
     gpus: tuple[str, ...] = ()
     earlier: bool = False
     stage: str = ""
+    not_begun: tuple[str, str] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """For --json."""
@@ -84,9 +86,19 @@ class RunState:
             "seconds": round(self.seconds, 1),
             "run_dir": str(self.folder),
             "cause": list(self.cause),
+            "not_begun": None if self.not_begun is None else list(self.not_begun),
             "gpus": list(self.gpus),
             "earlier": self.earlier,
         }
+
+
+@dataclass(frozen=True, order=True)
+class Took:
+    """How long a run took, and whether on this machine since it was last started."""
+
+    seconds: float
+    name: str
+    here: bool = field(compare=False)
 
 
 @dataclass
@@ -109,9 +121,9 @@ def run_side_by_side(
     """Run what is still to be done, `at_once` at a time, and end whatever runs when the time is up.
 
     Each is placed on the GPUs with the fewest runs, and sees no others. A run is not begun where less time is left than
-    the longest other one took or has been running, unless it writes checkpoints to go on from; runs of earlier calls,
-    which another machine may have done, count until one of this call has finished. One that fails, or cannot be
-    started, keeps none of the others from running; one whose process died is begun again as `tim.restarts` says.
+    the longest other one took on this machine, or has been running, unless it writes checkpoints to go on from; while
+    none has finished here, what runs took on another machine counts. One that fails, or cannot be started, keeps none
+    of the others from running; one whose process died is begun again as `tim.restarts` says.
 
     Args:
         configs: `matrix.prepared`.
@@ -166,9 +178,9 @@ class _Crew:
         self.deadline = None if seconds is None else time.monotonic() + seconds - _END_SECONDS
         self.jobs = {name: _Job(config) for name, config in configs.items()}
         self.waiting = list(configs)
-        # (seconds, run); of earlier calls, perhaps on another machine, until one of this call has finished
-        self.longest = max(((took(matrix.folder / name), name) for name in finished(matrix)), default=(0.0, ""))
-        self.measured = False
+        earlier, nothing = [took(matrix.folder / name) for name in finished(matrix)], Took(0.0, "", here=True)
+        self.longest_here = max((each for each in earlier if each.here), default=nothing)
+        self.longest_elsewhere = max((each for each in earlier if not each.here), default=nothing)
         left = {name: config.trainer.total_training_steps for name, config in configs.items()}
         self.of = {state.name: state for state in at_first(matrix, left)}
         self.gpus = Gpus(visible_gpus())
@@ -218,20 +230,25 @@ class _Crew:
             return self.waiting
         left = self.deadline - time.monotonic()
         # what runs now will take longer than it has
-        takes = max([self.longest[0], *(job.process.seconds for job in self.jobs.values() if job.process is not None)])
+        running = (job.process.seconds for job in self.jobs.values() if job.process is not None)
+        takes = max(self._longest().seconds, *running, 0.0)
         return [n for n in self.waiting if left >= takes or self.jobs[n].config.trainer.save_freq > 0]
 
     def _leave(self) -> None:
         """Say of those that wait why they are not begun."""
-        if self.deadline is None:
+        longest = self._longest()
+        if self.deadline is None or not longest.seconds:
             return
-        left, (seconds, longest) = self.deadline - time.monotonic(), self.longest
-        cause = (
-            f"{left:.0f} s are left, and {longest} took {seconds:.0f} s",
-            "give more --minutes, or trainer.save_freq, so that a run that is cut off goes on from a checkpoint",
-        )
+        left = max(0.0, self.deadline - time.monotonic())
+        where = "" if longest.here else ", on another machine"
+        why = f"{left:.0f} s are left to run, and {longest.name} took {longest.seconds:.0f} s{where}"
+        remedy = "give more --minutes, or trainer.save_freq, so that a run that is cut off goes on from a checkpoint"
         for name in self.waiting:
-            self._set(name, cause=cause)
+            self._set(name, not_begun=(why, remedy))
+
+    def _longest(self) -> Took:
+        """Of the runs on this machine; where there is none yet, of those on others."""
+        return self.longest_here if self.longest_here.seconds else self.longest_elsewhere
 
     def _start_next(self) -> None:
         if len(self._running()) >= self.at_once:
@@ -295,9 +312,9 @@ class _Crew:
             cause = (*cause, f"{error}: how this run ended is not written down")
         if outcome.exit_code == 0:
             state = State.FINISHED
-            took_now = (job.seconds, name)
-            self.longest = max(self.longest, took_now) if self.measured else took_now
-            self.measured = True
+            # one that went on from an earlier call's checkpoint took longer than this call saw
+            if job.attempts > 1 or not outcome.steps or outcome.steps[0].number <= 1:
+                self.longest_here = max(self.longest_here, Took(job.seconds, name, here=True))
         elif not stopped and job.attempts <= int(job.config.tim.restarts.limit) and restarts.is_infrastructure(outcome):
             state = State.WAITING
             job.config = restarts.resuming(job.config)
@@ -327,19 +344,21 @@ def at_first(matrix: Matrix, left: Mapping[str, int | None]) -> list[RunState]:
     ]
 
 
-def took(folder: Path) -> float:
-    """Seconds that a run took, all its attempts together; 0 where its folder does not tell.
+def took(folder: Path) -> Took:
+    """How long the run in a folder took, all its attempts together; 0 where its folder does not tell.
 
     Raises:
         LaunchError: a damaged list of attempts.
     """
     path = folder / restarts.ATTEMPTS
     if not path.is_file():
-        return 0.0
+        return Took(0.0, folder.name, here=False)
     try:
         entries, _ = read_json_lines(path)
-        return sum(float(entry["seconds"]) for _, entry in entries)
+        seconds = sum(float(entry["seconds"]) for _, entry in entries)
     except (RunFolderError, KeyError, TypeError) as error:
         raise LaunchError.of(
             KEY, f"{path} cannot be read: {error}", "remove that file; the run stays finished"
         ) from error
+    here = all(entry.get("machine") == restarts.machine() for _, entry in entries)
+    return Took(seconds, folder.name, here=here)
