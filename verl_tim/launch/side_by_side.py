@@ -231,7 +231,7 @@ class _Crew:
         left = self.deadline - time.monotonic()
         # what runs now will take longer than it has
         running = (job.process.seconds for job in self.jobs.values() if job.process is not None)
-        takes = max(self._longest().seconds, *running, 0.0)
+        takes = max([self._longest().seconds, *running])
         return [n for n in self.waiting if left >= takes or self.jobs[n].config.trainer.save_freq > 0]
 
     def _leave(self) -> None:
