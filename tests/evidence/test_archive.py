@@ -9,6 +9,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from tests.diagnosis.fake_dumps import none, write_dumps
 from tests.diagnosis.fake_runs import write_run
 from tests.evidence.conftest import write_matrix
 from verl_tim.cli import app
@@ -61,6 +62,24 @@ def test_dumps_are_thinned_until_all_of_it_fits(runs, tmp_path):
     assert set(small.dump_steps.values()) <= {0, 1}
     with pytest.raises(EvidenceError, match=r"without token dumps.*--used"):
         pack(runs, tmp_path / "c", mib=0.001)
+
+
+def test_of_dumps_that_figures_read_one_run_stands_for_its_seeds(runs, tmp_path):
+    packed = pack(runs, tmp_path / "a", used_only=True, files=1)
+    assert len(packed.runs) == 10
+    assert len(packed.dump_steps) == 5
+    assert {name.split("=")[1] for name in packed.dump_steps} == {"1"}, "the lowest seed of each variant"
+    unpack(packed.files, tmp_path / "back")
+    assert not dumped_steps(tmp_path / "back" / RUN.replace("seed=1", "seed=2"))
+    assert len(pack(runs, tmp_path / "b", files=1).dump_steps) == 10
+
+
+def test_what_does_not_fit_goes_one_step_at_a_time(tmp_path):
+    root = write_matrix(tmp_path / "runs", variants=["vexact"], seeds=[1])
+    write_dumps(root / RUN, none, seed=1, steps=4)
+    sizes = [pack(root, tmp_path / "out", files=1, dump_steps=steps).files[0].stat().st_size for steps in range(5)]
+    between = (sizes[3] + sizes[4]) / 2 / MIB
+    assert pack(root, tmp_path / "out", files=1, mib=between).dump_steps == {RUN: 3}
 
 
 def test_several_archives_hold_each_run_once(runs, tmp_path):

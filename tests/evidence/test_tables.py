@@ -168,6 +168,18 @@ def test_calibrate_is_asked_for_thresholds(evidence):
     assert any("half that had no part in the choice" in note for note in found.notes)
 
 
+def test_a_skew_that_is_chance_is_said_to_be(tmp_path):
+    """d of one sign leaves a skew, of both signs none; thresholds are tried on either."""
+    said = {}
+    for name, mismatch in (("leans", one_sign(0.3, 0.05)), ("noise", normal(0.01))):
+        root = write_matrix(tmp_path / name, variants=["vexact", "vllm_recompute"], seeds=[1])
+        write_dumps(root / "dense-grpo-vllm_recompute-data.seed=1", mismatch, seed=1, steps=4)
+        said[name] = thresholds(Evidence.read(root)).notes[-1].partition("Standard error of the skew: ")[2]
+    assert "within two of it" in said["noise"]
+    assert said["leans"]
+    assert "within" not in said["leans"]
+
+
 def test_times_are_of_runs_that_were_alone_where_there_are_such(evidence, runs, tmp_path):
     shared = speeds(evidence)
     assert any("--alone" in note for note in shared.notes)

@@ -32,7 +32,7 @@ def pack_command(
     out: Annotated[Path, typer.Option(help="Folder for evidence-1.tar.xz, ...")] = Path("runs/archives"),
     mib: Annotated[float, typer.Option(min=0.01, help="Size of one archive, at most.")] = 15.0,
     files: Annotated[int, typer.Option(min=1, help="Archives, at most.")] = 4,
-    used: Annotated[bool, typer.Option("--used", help="Of the metrics, only those that figures read.")] = False,
+    used: Annotated[bool, typer.Option("--used", help="Of metrics and token dumps, only what figures read.")] = False,
     dump_steps: Annotated[int, typer.Option(min=0, help="Steps of each run's token dumps, at most.")] = 8,
     only: Annotated[list[str] | None, typer.Option(help="Runs by name, with * and ?; may be repeated.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -55,8 +55,9 @@ def pack_command(
         return
     for path, size in sizes.items():
         stdout().print(f"{path}  {size / MIB:.2f} MiB", soft_wrap=True)
-    fewest = min(packed.dump_steps.values())
-    stdout().print(f"{len(packed.runs)} runs, token dumps of {fewest} or more steps each")
+    steps = [count for count in packed.dump_steps.values() if count]
+    dumps = f"token dumps of {len(steps)} of them, {min(steps)} or more steps each" if steps else "no token dumps"
+    stdout().print(f"{len(packed.runs)} runs; {dumps}")
 
 
 @app.command("unpack")

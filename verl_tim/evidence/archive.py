@@ -24,7 +24,7 @@ from verl_tim.diagnosis.metric_log import RunFolderError, parse_json_lines
 from verl_tim.diagnosis.run_folder import CONFIG_NAME, METRICS_NAME, is_resumable, parts
 from verl_tim.diagnosis.token_dump import FOLDER, dumped_steps
 from verl_tim.evidence.names import RunName
-from verl_tim.evidence.runs import EvidenceError, found_in
+from verl_tim.evidence.runs import EvidenceError, dumped_runs, found_in
 from verl_tim.evidence.used import thinned
 from verl_tim.launch.record import RECORD, read_record, write_record
 from verl_tim.launch.restarts import ATTEMPTS
@@ -44,7 +44,8 @@ class Packed:
 
     Attributes:
         files: the archives.
-        runs: in them, and `dump_steps`: of how many steps each has its token dumps.
+        runs: in them.
+        dump_steps: run -> of how many steps it has token dumps, those that may have some.
     """
 
     files: tuple[Path, ...]
@@ -78,11 +79,12 @@ def pack(
     """Write `out/evidence-1.tar.xz`, ... from the run folders in `folder`, in place of those of an earlier call.
 
     Each run is compressed on its own, so that its size is known, and placed into the fullest archive with room for it.
-    Where all of it does not fit, token dumps are thinned: fewer steps of each run, down to none.
+    Where all of it does not fit, token dumps are thinned: a step less of each run, and another, down to none.
 
     Args:
         mib: of one archive, at most; files: so many archives, at most.
-        used_only: of the metrics keep those that figures read (`used.is_used`), to six digits.
+        used_only: of the metrics keep those that figures read (`used.is_used`), to six digits, and token dumps of the
+            runs that they read them of (`runs.dumped_runs`).
         dump_steps: of the token dumps, evenly over the run.
         names: runs to pack; None: all that logged something.
 
@@ -98,7 +100,10 @@ def pack(
         raise EvidenceError(f"{folder}: none of its runs was asked for; it has {', '.join(map(str, found))}")
     record = read_record(folder)
     done = {str(name): record[str(name)] for name in chosen if str(name) in record}
-    runs = {name: _Compressed.of(path, used_only, dump_steps) for name, path in chosen.items()}
+    dumping = dumped_runs(chosen) if used_only else chosen
+    runs = {
+        name: _Compressed.of(path, used_only, dump_steps if name in dumping else 0) for name, path in chosen.items()
+    }
     room = int(mib * MIB) - len(_end(done))
     steps = dump_steps
     while (bins := _placed({name: run.size(steps) for name, run in runs.items()}, room, files)) is None:
@@ -109,7 +114,7 @@ def pack(
                 "not hold them: pack fewer runs (--only), keep only the metrics that figures read (--used), or allow "
                 "more (--mib, --files)"
             )
-        steps //= 2
+        steps -= 1
     contents = {}
     for number, members in enumerate(bins, start=1):
         ended = {name: words for name, words in done.items() if name in set(map(str, members))}
@@ -117,7 +122,7 @@ def pack(
     return Packed(
         files=replace_files(out, contents.items(), f"{STEM}-*.tar.xz"),
         runs=tuple(map(str, chosen)),
-        dump_steps={str(name): len(run.kept(steps)) for name, run in runs.items()},
+        dump_steps={str(name): len(runs[name].kept(steps)) for name in dumping},
     )
 
 

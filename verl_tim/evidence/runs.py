@@ -53,11 +53,8 @@ class Pair:
         return [group.name for group in self.comparison.groups]
 
     def dumped(self, variant: str) -> Path | None:
-        """The folder of its lowest seed that has token dumps."""
-        for name, folder in sorted(self.folders.items(), key=lambda item: item[0].seed):
-            if name.variant == variant and dumped_steps(folder):
-                return folder
-        return None
+        """The folder of its run whose token dumps stand for the variant."""
+        return next((self.folders[name] for name in dumped_runs(self.folders) if name.variant == variant), None)
 
 
 @dataclass(frozen=True)
@@ -161,6 +158,15 @@ def found_in(folder: Path) -> dict[RunName, Path]:
         )
     order = {variant: place for place, variant in enumerate(VARIANTS)}
     return dict(sorted(found.items(), key=lambda item: (item[0].pair, order.get(item[0].variant, 99), item[0].seed)))
+
+
+def dumped_runs(folders: Mapping[RunName, Path]) -> list[RunName]:
+    """Of each pair's variant the lowest seed that has token dumps: what figures read of them, one run shows."""
+    chosen: dict[tuple[str, str], RunName] = {}
+    for name, folder in sorted(folders.items(), key=lambda item: item[0].seed):
+        if (name.pair, name.variant) not in chosen and dumped_steps(folder):
+            chosen[name.pair, name.variant] = name
+    return list(chosen.values())
 
 
 def _pairs(folders: dict[RunName, Path]) -> list[Pair]:

@@ -12,7 +12,7 @@ from statistics import fmean
 import numpy as np
 
 from verl_tim.diagnosis.band_words import STAYED, changed
-from verl_tim.diagnosis.calibrate import calibrate
+from verl_tim.diagnosis.calibrate import Calibration, calibrate
 from verl_tim.diagnosis.calibrate_page import bound
 from verl_tim.diagnosis.drift import DriftError, Measured, forecast, pull_of
 from verl_tim.diagnosis.dumped import Dumped
@@ -250,9 +250,19 @@ def thresholds(evidence: Evidence) -> Table:
                 f"{found.chosen.rule} leaves {short(found.held_out.skew)} of {short(found.held_out_none.skew)} on the "
                 f"half that had no part in the choice: {'confirmed' if found.confirmed else 'chance'}"
             )
-        notes.append(f"{pair.name}: {confirmed}. Standard error of the skew: {short(found.skew_error)}.")
+        notes.append(f"{pair.name}: {confirmed}. {_against_error(found)}")
     columns = ("runs", "rule", "threshold", "tokens rejected", "skew left", "effective size")
     return Table(columns, rows, notes)
+
+
+def _against_error(found: Calibration) -> str:
+    """What the skew without rejection is worth, in words."""
+    if found.skew_error is None or found.none.skew is None:
+        return "How much of the skew is chance is not known: some of its blocks of sequences have one sign only."
+    error = f"Standard error of the skew: {short(found.skew_error)}"
+    if abs(found.none.skew) <= 2 * found.skew_error:
+        return f"{error}; the skew is within two of it, so there is none to be told that a threshold could take away."
+    return f"{error}."
 
 
 def speeds(evidence: Evidence) -> Table:
