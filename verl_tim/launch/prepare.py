@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from contextlib import suppress
 from importlib import resources
@@ -61,7 +62,7 @@ def _expand_homes(config: DictConfig) -> None:
     for key in (KEY, TOKENIZER_KEY):
         path = OmegaConf.select(config, key, throw_on_missing=False)
         if isinstance(path, str) and path.startswith("~"):
-            OmegaConf.update(config, key, str(Path(path).expanduser()))
+            OmegaConf.update(config, key, os.path.expanduser(path))
 
 
 def _name_by_folder(config: DictConfig) -> None:
