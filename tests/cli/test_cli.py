@@ -372,6 +372,14 @@ def test_quickstart_runs_both_once(monkeypatch, small, fake_verl, tmp_path):
     assert started == ["vexact", "stock", "stock"]
 
 
+def test_quickstart_keeps_what_the_gate_said_in_words(monkeypatch, tmp_path):
+    done = subprocess.CompletedProcess([], 1, "no JSON: killed")
+    monkeypatch.setattr("subprocess.run", lambda *words, **options: done)
+    assert quickstart.verify(tmp_path, tmp_path / "verify.json") == {"exit_code": 1, "report": None}
+    written = json.loads((tmp_path / "verify.json").read_text())
+    assert (written["exit_code"], written["stdout"]) == (1, "no JSON: killed")
+
+
 @pytest.mark.parametrize("printed", ['{"passed": true}', ""])
 def test_quickstart_marks_the_gates_report_and_replaces_no_other(monkeypatch, small, fake_verl, tmp_path, printed):
     fake_verl()

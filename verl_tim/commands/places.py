@@ -29,11 +29,11 @@ def inside(run: Path) -> Path:
 def refuse_foreign(*paths: Path, key: str = "--out") -> None:
     """Before any work: LaunchError where a file to be written is there and no command wrote it."""
     from verl_tim.diagnosis import own_file
-    from verl_tim.diagnosis.input_error import InputError
+    from verl_tim.diagnosis.errors import DiagnosisError
     from verl_tim.launch.errors import LaunchError
 
     with writing(key):
         try:
             own_file.refuse_foreign(*paths, key=key)
-        except InputError as error:
-            raise LaunchError([error.finding(key, "")]) from error
+        except DiagnosisError as error:
+            raise LaunchError.of_input(error, key, "") from error

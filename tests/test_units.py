@@ -1,6 +1,6 @@
 import pytest
 
-from verl_tim.planning.units import count, size
+from verl_tim.units import count, size
 
 
 @pytest.mark.parametrize(
