@@ -259,7 +259,7 @@ def in_cache(model_folder, cache):
     return make_once(folder, base_model.CARD, spec, build)
 
 
-def test_doctor_looks_at_what_the_cache_holds_and_makes_nothing(small, model_folder, tmp_path):
+def test_doctor_looks_at_what_the_cache_holds_and_makes_nothing(small, model_folder, tmp_path, monkeypatch):
     def states(*more):
         result = runner.invoke(app, ["doctor", "--json", *small[1:], *more])
         return result, {check["name"]: check["state"] for check in json.loads(result.stdout).get("checks", [])}
@@ -276,10 +276,22 @@ def test_doctor_looks_at_what_the_cache_holds_and_makes_nothing(small, model_fol
     assert [elsewhere[name] for name in looked_at] == ["made at start"] * 3
     # what a start would refuse
     (folder / "config.json").write_text("{}")
-    result, _ = states()
-    assert result.exit_code == 2
-    (found,) = json.loads(result.stdout)["error"]["problems"]
-    assert "config.json changed since it was made" in found["problem"]
+    result, damaged = states("actor_rollout_ref.model.use_liger=true")
+    assert result.exit_code == 1
+    assert (damaged["to be made"], damaged["data"]) == ("fails", "ok")
+    found = {one["key"]: one for one in json.loads(result.stdout)["violations"]}
+    assert "config.json changed since it was made" in found["tim.model"]["problem"]
+    assert "actor_rollout_ref.model.use_liger" in found, "the other rules are looked at"
+
+    def unreadable(*args, **kwargs):
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("verl_tim.tasks.base_model.build_base_model", unreadable)
+        result, _ = states()
+    found = {one["key"]: one for one in json.loads(result.stdout)["violations"]}
+    assert result.exit_code == 1
+    assert "cannot be read: [Errno 13]" in found["tim.cache_dir"]["problem"]
     _, wrong = states("tim.model.kind=gpt")
     assert wrong["to be made"] == "fails"
 
@@ -370,6 +382,14 @@ def test_quickstart_runs_both_once(monkeypatch, small, fake_verl, tmp_path):
     metrics.write_text(metrics.read_text().splitlines(keepends=True)[0])
     assert runner.invoke(app, words).exit_code == 0
     assert started == ["vexact", "stock", "stock"]
+
+
+def test_quickstart_keeps_what_the_gate_said_in_words(monkeypatch, tmp_path):
+    done = subprocess.CompletedProcess([], 1, "no JSON: killed")
+    monkeypatch.setattr("subprocess.run", lambda *words, **options: done)
+    assert quickstart.verify(tmp_path, tmp_path / "verify.json") == {"exit_code": 1, "report": None}
+    written = json.loads((tmp_path / "verify.json").read_text())
+    assert (written["exit_code"], written["stdout"]) == (1, "no JSON: killed")
 
 
 @pytest.mark.parametrize("printed", ['{"passed": true}', ""])

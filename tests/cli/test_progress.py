@@ -128,6 +128,7 @@ def test_a_start_on_a_terminal_is_in_the_live_line(clock):
     shown = io.StringIO()
     run_through(Console(file=shown, force_terminal=True, width=200), clock)
     assert "start," not in shown.getvalue()
+    assert "starting Ray" in shown.getvalue()
     assert "reward 0.5" in shown.getvalue()
 
 

@@ -12,10 +12,12 @@ from typer.testing import CliRunner
 from verl_tim.cli import app
 from verl_tim.doctor.examine import examine
 from verl_tim.doctor.machine import Machine, _has_byte_code
-from verl_tim.doctor.rule import Level
+from verl_tim.doctor.rule import Level, Rule, Severity
+from verl_tim.doctor.rules import OWN
 from verl_tim.doctor.rules.schedule import disk
 from verl_tim.doctor.source import read
 from verl_tim.doctor.view import View
+from verl_tim.training.finding import Finding
 
 from .conftest import GPU_MACHINE
 
@@ -118,10 +120,13 @@ def test_one_setting_is_one_finding_that_holds_what_every_rule_says_of_it(view_o
     assert all(other.key == key and other.problem and other.remedy for other in one.also)
 
 
-def test_a_group_may_hold_several_mistakes(view_of):
-    """A correction that verl does not know of, and settings that do nothing, are found in one group."""
+def test_a_group_may_hold_several_mistakes(view_of, monkeypatch):
+    """What rules say of a group as a whole may be about different keys of it."""
+    other = Rule("waste.other", Severity.WASTE, (CORRECTION,), "", "", lambda view: [Finding(CORRECTION, "so", "not")])
+    monkeypatch.setattr("verl_tim.doctor.examine.OWN", [*OWN, other])
     changes = {f"{CORRECTION}.rollout_is": "token"}
     found = [one for one in examine(view_of("vexact", changes)).violations if one.key == CORRECTION]
+    assert [one.rule for one in found] == ["waste.nothing-to-correct", "waste.other"]
     assert all(one.also == () for one in found)
 
 

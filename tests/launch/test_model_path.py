@@ -57,6 +57,19 @@ def test_a_home_is_expanded_before_verl_sees_it(config_of, tmp_path, monkeypatch
     start._check(config, True)
 
 
+@pytest.mark.parametrize("key", [KEY, TOKENIZER_KEY])
+def test_a_home_of_nobody_is_no_folder(config_of, key):
+    assert refused(config_of(f"{key}='~nobody_xyz/m'")).problem == f"there is no folder {Path.cwd()}/~nobody_xyz/m"
+
+
+def test_a_home_of_nobody_in_an_override_is_answered_too(resolved):
+    with pytest.raises(LaunchError) as error:
+        resolved("model=hf", f"{KEY}=~nobody_xyz/m")
+    (finding,) = error.value.findings
+    assert finding.key == KEY
+    assert finding.remedy == f"nobody here has that home; write {KEY}=/FOLDER"
+
+
 def test_a_name_that_the_hub_cannot_be_asked_for(config_of, hub):
     hub(httpx.ConnectError("Name or service not known"))
     finding = refused(config_of(f"{KEY}=nobody/out-of-reach"))

@@ -54,3 +54,5 @@ def test_what_is_there_goes_through(tmp_path, monkeypatch):
     words = ["run", "rollout=vexact", "~tim.gate", "elsewhere/mine.yaml"]
     assert with_recipe(words) == words
     assert with_recipe(["cpu_grpo", "cluster=gpu1"]) == ["recipe=cpu_grpo", "cluster=gpu1"]
+    (tmp_path / "cpu_grpo").mkdir()
+    assert with_recipe(["cpu_grpo", "cluster=gpu1"]) == ["cpu_grpo", "cluster=gpu1"]

@@ -62,8 +62,8 @@ def test_each_remedy_fits(case):
 def test_a_misfit_names_phase_sizes_and_the_largest_items(sparse):
     (rollout,) = sparse.memory.misfits
     assert rollout.phase == "rollout"
-    assert "79.1 (H100 80GB)" in rollout.problem
-    assert "AdamW moments 28.4" in rollout.problem
+    assert "of 79.1 GiB (H100 80GB)" in rollout.problem
+    assert "AdamW moments 28.4 GiB" in rollout.problem
 
 
 def test_sets_leave_nothing_in_that_is_not_needed():

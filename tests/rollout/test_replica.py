@@ -81,24 +81,28 @@ def test_names_are_unique():
     assert len(names) == 18
 
 
+ALONE = "alone nobody answers its requests meanwhile"
+
+
 @pytest.mark.parametrize(
-    ("given", "kind", "restarts"),
+    ("given", "kind", "restarts", "never"),
     [
-        (["n_gpus_per_node=2", "nnodes=1"], {}, 3),
-        (["n_gpus_per_node=1", "nnodes=2"], {}, 3),
-        (["n_gpus_per_node=2", "nnodes=1", "+engine_kwargs.vexact.max_restarts=0"], {}, 0),
-        (["n_gpus_per_node=2", "nnodes=1", "+engine_kwargs.vexact.max_restarts=7"], {}, 7),
-        (["n_gpus_per_node=1", "nnodes=1"], {}, 0),
-        (["n_gpus_per_node=2", "nnodes=1", "tensor_model_parallel_size=2"], {}, 0),
-        (["n_gpus_per_node=2", "nnodes=1"], {"is_reward_model": True}, 0),
-        (["n_gpus_per_node=2", "nnodes=1"], {"is_teacher_model": True}, 0),
+        (["n_gpus_per_node=2", "nnodes=1"], {}, 3, ""),
+        (["n_gpus_per_node=1", "nnodes=2"], {}, 3, ""),
+        (["n_gpus_per_node=2", "nnodes=1", "+engine_kwargs.vexact.max_restarts=0"], {}, 0, ""),
+        (["n_gpus_per_node=2", "nnodes=1", "+engine_kwargs.vexact.max_restarts=7"], {}, 7, ""),
+        (["n_gpus_per_node=1", "nnodes=1"], {}, 0, ALONE),
+        (["n_gpus_per_node=2", "nnodes=1", "tensor_model_parallel_size=2"], {}, 0, ALONE),
+        (["n_gpus_per_node=2", "nnodes=1"], {"is_reward_model": True}, 0, "a reward model is sent no weights again"),
+        (["n_gpus_per_node=2", "nnodes=1"], {"is_teacher_model": True}, 0, "a teacher is sent no weights again"),
     ],
 )
-def test_one_of_several_replicas_is_started_again(verl_config, folder, given, kind, restarts):
+def test_one_of_several_replicas_is_started_again(verl_config, folder, given, kind, restarts, never):
     settings = rollout(verl_config, *[f"{'+' * (w[0] == '+')}actor_rollout_ref.rollout.{w.lstrip('+')}" for w in given])
     replica = VexactReplica(0, settings, OmegaConf.create({"path": folder}), **kind)
     replica.rollout_mode = RolloutMode.STANDALONE
     assert replica._options().max_restarts == restarts
+    assert replica._never_again() == never
 
 
 @pytest.mark.asyncio

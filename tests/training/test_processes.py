@@ -170,6 +170,7 @@ KEY = "actor_rollout_ref.rollout.engine_kwargs.vexact.max_restarts"
         (1, 1, f"server 1 had been started again once, as often as {KEY}=1 allows"),
         (0, 0, f"server 1 is not started again ({KEY}=0)"),
         (1, 3, f"server 1 could not be started again, and had been 1 of the 3 times of {KEY}"),
+        (0, 3, f"server 1 could not be started again; it had not been before ({KEY}=3)"),
     ],
 )
 def test_one_server_that_does_not_come_back_is_said_to_while_another_answers(two_servers, done, limit, told):
@@ -189,6 +190,24 @@ def test_one_server_that_does_not_come_back_is_said_to_while_another_answers(two
         with run.named_when_dead():
             raise died()
     assert told in str(raised.value)
+
+
+def test_one_that_is_never_started_again_is_not_laid_to_the_config(two_servers):
+    run = RunProcesses(two_servers)
+    ended_for_its_engine(two_servers["server 1"], for_good=True)
+    left = {"done": 0, "limit": 0, "key": KEY, "never": "a teacher is sent no weights again"}
+    two_servers["server 1"].left[RESTARTS] = json.dumps(left)
+    with pytest.raises(EnginesFailed) as raised, run.named_when_dead():
+        raise died()
+    assert "; server 1 is not started again (a teacher is sent no weights again); server 0" in str(raised.value)
+
+
+def test_servers_that_answered_are_in_their_own_order(two_servers):
+    two_servers |= {"server 2": Actor(4), "server 10": Actor(5)}
+    run = RunProcesses(two_servers)
+    ended_for_its_engine(two_servers["server 0"], for_good=True)
+    with pytest.raises(EnginesFailed, match=r"; server 1, server 2, server 10 still answered$"), run.named_when_dead():
+        raise died()
 
 
 def test_of_one_that_is_alone_no_restarts_are_told(actors):

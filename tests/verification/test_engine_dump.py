@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from verl_tim.diagnosis.input_error import InputError
+from verl_tim.diagnosis.errors import DiagnosisError
 from verl_tim.diagnosis.own_file import MARK, refuse_foreign
 from verl_tim.training.in_process import ScoredSequence
 from verl_tim.verification.engine_dump import DumpedSequence, DumpError, read_dump, write_dump
@@ -58,7 +58,7 @@ def test_a_dump_bears_the_mark_by_which_it_may_be_replaced(tmp_path, suffix):
     refuse_foreign(dump)
     arrays = tmp_path / f"other.{suffix}"
     arrays.write_bytes(dump.read_bytes().replace(MARK.encode(), b"x" * len(MARK)))
-    with pytest.raises(InputError, match=f"other.{suffix} is there already"):
+    with pytest.raises(DiagnosisError, match=f"other.{suffix} is there already"):
         refuse_foreign(arrays)
 
 

@@ -28,8 +28,8 @@ def command(
 ) -> None:
     """Store."""
     from verl_tim.diagnosis.baseline import baseline_of
+    from verl_tim.diagnosis.errors import DiagnosisError
     from verl_tim.diagnosis.formats import short
-    from verl_tim.diagnosis.input_error import InputError
     from verl_tim.launch.errors import LaunchError
 
     out = out or beside(runs) / "baseline.json"
@@ -37,8 +37,8 @@ def command(
         refuse_foreign(out)
         try:
             baseline = baseline_of(runs, skip=skip)
-        except InputError as error:
-            raise LaunchError([error.finding("RUN", "give finished runs of one model and set-up")]) from error
+        except DiagnosisError as error:
+            raise LaunchError.of_input(error, "RUN", "give finished runs of one model and set-up") from error
     with bad_input(), writing():
         baseline.write(out)
     if as_json:

@@ -41,8 +41,8 @@ def command(
 
     from verl_tim.diagnosis.calibrate import CalibrationError, calibrate, write_json
     from verl_tim.diagnosis.calibrate_page import bound, render_calibration
+    from verl_tim.diagnosis.errors import DiagnosisError
     from verl_tim.diagnosis.formats import percent, short
-    from verl_tim.diagnosis.input_error import InputError
     from verl_tim.launch.errors import Finding, LaunchError
 
     label = re.sub(r"\W+", "_", name or mismatch_run.absolute().name)
@@ -51,9 +51,9 @@ def command(
         refuse_foreign(out / "calibrate.json", out / "calibrate.html", option)
         try:
             found = calibrate(mismatch_run, exact_run, max_share=max_share, rules=rule or None, steps=step)
-        except InputError as error:
+        except DiagnosisError as error:
             remedy = "give two run folders with token dumps, of one recipe: the mismatching run, then the exact one"
-            raise LaunchError([error.finding("RUN", remedy)]) from error
+            raise LaunchError.of_input(error, "RUN", remedy) from error
     with bad_input(), writing():
         write_json(found, out / "calibrate.json")
         (out / "calibrate.html").write_text(render_calibration(found), encoding="utf-8")

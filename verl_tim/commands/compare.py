@@ -107,13 +107,13 @@ def _send(comparison: Comparison, paths: list[Path], folder: Path, project: str 
 def compare_runs(runs: list[Path], names: list[str] | None = None, options: Options | None = None) -> Comparison:
     """The comparison; LaunchError for folders without run or metric, and names, groups or a baseline that misfit."""
     from verl_tim.diagnosis.compare import compare
-    from verl_tim.diagnosis.input_error import InputError
+    from verl_tim.diagnosis.errors import DiagnosisError
     from verl_tim.launch.errors import Finding, LaunchError
 
     try:
         comparison = compare(runs, names, options)
-    except InputError as error:
-        raise LaunchError([error.finding("RUN", "give run folders: what tim.run_dir named when they ran")]) from error
+    except DiagnosisError as error:
+        raise LaunchError.of_input(error, "RUN", "give run folders: what tim.run_dir named when they ran") from error
     empty = [problem for run in comparison.runs if (problem := run.nothing_logged()) is not None]
     if empty:
         remedy = "leave it out; its train.log says why it logged nothing, if it has ended"
@@ -124,11 +124,11 @@ def compare_runs(runs: list[Path], names: list[str] | None = None, options: Opti
 def _options(*, smooth: str, band: dict[str, Any], **more: Any) -> Options:
     from verl_tim.diagnosis.compare import Options
     from verl_tim.diagnosis.early_warning import BandRule
-    from verl_tim.diagnosis.input_error import InputError
+    from verl_tim.diagnosis.errors import DiagnosisError
     from verl_tim.diagnosis.smoothing import Smoothing
     from verl_tim.launch.errors import LaunchError
 
     try:
         return Options(smoothing=Smoothing.parse(smooth), band=BandRule(**band), **more)
-    except InputError as error:
-        raise LaunchError([error.finding("compare", "see verl-tim compare --help")]) from error
+    except DiagnosisError as error:
+        raise LaunchError.of_input(error, "compare", "see verl-tim compare --help") from error

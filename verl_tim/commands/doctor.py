@@ -61,10 +61,9 @@ def command(
 
     with bad_input():
         source = read(with_recipe(words or []), config_path=config_path, config_name=config_name)
-        if machine and has_groups(source.config):
-            find_made(source.config)
+        damaged = find_made(source.config) if machine and has_groups(source.config) else []
     view = View(source.config, Machine.here() if machine else None, source.underscore_numbers)
-    result = examine(view, exact=exact, folder_is_free=not source.is_a_run)
+    result = examine(view, exact=exact, folder_is_free=not source.is_a_run, damaged=damaged)
     correction = view.correction
     if as_json:
         print_json(

@@ -200,10 +200,10 @@ def _read(runs: Path, alone: Path | None) -> Evidence:
 
 @contextmanager
 def _evidence_errors() -> Iterator[None]:
-    from verl_tim.diagnosis.input_error import InputError
+    from verl_tim.diagnosis.errors import DiagnosisError
     from verl_tim.launch.errors import LaunchError
 
     try:
         yield
-    except InputError as error:
-        raise LaunchError([error.finding("evidence", "see recipes/evidence/README.md")]) from error
+    except DiagnosisError as error:
+        raise LaunchError.of_input(error, "evidence", "see recipes/evidence/README.md") from error

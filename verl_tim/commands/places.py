@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,8 +10,13 @@ from verl_tim.commands.output import writing
 
 
 def beside(runs: Sequence[Path]) -> Path:
-    """The folder that holds the runs; the current one where they lie in several."""
-    folders = {run.expanduser().absolute().parent for run in runs}
+    """The folder that holds the runs, given as folders or as their files of metrics; the current one where they lie in
+    several."""
+    from verl_tim.diagnosis.run_folder import METRICS_NAME
+
+    # abspath, since `..` is no folder's name
+    paths = [Path(os.path.abspath(run.expanduser())) for run in runs]
+    folders = {(path.parent if path.name == METRICS_NAME and path.is_file() else path).parent for path in paths}
     return folders.pop() if len(folders) == 1 else Path.cwd()
 
 
@@ -23,11 +29,11 @@ def inside(run: Path) -> Path:
 def refuse_foreign(*paths: Path, key: str = "--out") -> None:
     """Before any work: LaunchError where a file to be written is there and no command wrote it."""
     from verl_tim.diagnosis import own_file
-    from verl_tim.diagnosis.input_error import InputError
+    from verl_tim.diagnosis.errors import DiagnosisError
     from verl_tim.launch.errors import LaunchError
 
     with writing(key):
         try:
             own_file.refuse_foreign(*paths, key=key)
-        except InputError as error:
-            raise LaunchError([error.finding(key, "")]) from error
+        except DiagnosisError as error:
+            raise LaunchError.of_input(error, key, "") from error

@@ -98,7 +98,7 @@ def _plan(
 
 
 def _show(name: str, plan: Plan, found: Sequence[Remedy]) -> None:
-    from verl_tim.planning.units import count
+    from verl_tim.units import count
 
     memory, s = plan.memory, plan.memory.settings
     gpus = f"{s.gpus} x {memory.gpu.name}"
@@ -115,7 +115,7 @@ def _show(name: str, plan: Plan, found: Sequence[Remedy]) -> None:
 
 
 def _show_memory(title: str, memory: Memory) -> None:
-    from verl_tim.planning.units import size
+    from verl_tim.units import size
 
     phases = memory.phases
     names = list(dict.fromkeys(item.name for phase in phases for item in phase.items if item.nbytes >= 1e6))
@@ -187,7 +187,7 @@ def _figure(value: float) -> str:
 
 
 def _show_run(plan: Plan, step: StepTime) -> None:
-    from verl_tim.planning.units import count
+    from verl_tim.units import count
 
     s = plan.memory.settings
     rows = [

@@ -54,7 +54,7 @@ class RunProgress:
 
     def on_start(self, stage: str) -> None:
         """Show what the start is waiting for."""
-        self._live.update(self._task, state=stage)
+        self._live.update(self._task, state=stage, refresh=True)
         if not self._console.is_terminal:
             seconds = time.monotonic() - self._began
             self._console.print(f"{self._label}: start, {seconds:.0f} s: {stage}", markup=False, soft_wrap=True)

@@ -155,8 +155,14 @@ def verify(run_dir: Path, result: Path) -> dict[str, Any]:
         text=True,
         check=False,
     )
-    report = json.loads(process.stdout) if process.stdout.strip() else None
-    content = {**mark(NAME), **(report or {"exit_code": process.returncode})}
+    said: dict[str, Any] = {"exit_code": process.returncode}
+    report = None
+    if process.stdout.strip():
+        try:
+            report = json.loads(process.stdout)
+        except json.JSONDecodeError:  # it ended in words; they are all there is to see why
+            said["stdout"] = process.stdout
+    content = {**mark(NAME), **(report or said)}
     with bad_input(), writing("--dir"):
         result.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     passed = process.returncode == 0

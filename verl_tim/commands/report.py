@@ -38,8 +38,8 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the JSON instead of the table.")] = False,
 ) -> None:
     """Report."""
+    from verl_tim.diagnosis.errors import DiagnosisError
     from verl_tim.diagnosis.formats import percent, short
-    from verl_tim.diagnosis.input_error import InputError
     from verl_tim.diagnosis.report import Report
     from verl_tim.launch.errors import LaunchError
 
@@ -48,8 +48,8 @@ def command(
         refuse_foreign(out / "report.json", out / "report.html")
         try:
             report = Report.read(run, step)
-        except InputError as error:
-            raise LaunchError([error.finding("RUN", "give a run folder: what tim.run_dir named")]) from error
+        except DiagnosisError as error:
+            raise LaunchError.of_input(error, "RUN", "give a run folder: what tim.run_dir named") from error
     with bad_input(), writing():
         json_path, html_path = report.write(out)
     if as_json:

@@ -30,16 +30,16 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
 ) -> None:
     """Compare two runs bit for bit."""
-    from verl_tim.diagnosis.input_error import InputError
+    from verl_tim.diagnosis.errors import DiagnosisError
     from verl_tim.diagnosis.same import same_runs
     from verl_tim.launch.errors import LaunchError
 
     with bad_input():
         try:
             answer = same_runs(first, second)
-        except InputError as error:
+        except DiagnosisError as error:
             remedy = "give the folders of two runs, as tim.run_dir named them"
-            raise LaunchError([error.finding("RUN", remedy)]) from error
+            raise LaunchError.of_input(error, "RUN", remedy) from error
     if as_json:
         print_json(answer.to_dict())
     else:

@@ -370,7 +370,7 @@ def _run_target(folder: Path, rollout: str | None, dtypes: tuple[str, ...] | Non
     try:
         config = OmegaConf.create(RunFolder(folder).config() or {})
     except RunFolderError as error:
-        raise LaunchError([error.finding("RUN|MODEL", "give the run's model folder instead")]) from error
+        raise LaunchError.of_input(error, "RUN|MODEL", "give the run's model folder instead") from error
     name = rollout or str(OmegaConf.select(config, "actor_rollout_ref.rollout.name"))
     if name not in ROLLOUTS and not from_file:
         raise LaunchError.of(

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from verl_tim.diagnosis.input_error import InputError
+from verl_tim.diagnosis.errors import DiagnosisError
 from verl_tim.diagnosis.manifest import Manifest
 from verl_tim.diagnosis.own_file import mark
 from verl_tim.diagnosis.run import Run
@@ -31,7 +31,7 @@ METRICS = (*MEAN_METRICS[:3], MAX_METRIC, *MEAN_METRICS[3:])
 REQUIRED = "tim/delta_abs_mean"
 
 
-class BaselineError(InputError):
+class BaselineError(DiagnosisError):
     """A baseline that cannot be made or used; the message names run or file, and what is wrong."""
 
 

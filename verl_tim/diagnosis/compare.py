@@ -22,8 +22,8 @@ from verl_tim.diagnosis.curves import (
     validation_names,
 )
 from verl_tim.diagnosis.early_warning import BandRule, Departure, early_warning
+from verl_tim.diagnosis.errors import DiagnosisError
 from verl_tim.diagnosis.groups import Group, named_groups, seed_groups
-from verl_tim.diagnosis.input_error import InputError
 from verl_tim.diagnosis.manifest import Difference, Manifest
 from verl_tim.diagnosis.metric_log import MetricLog, RunFolderError
 from verl_tim.diagnosis.own_file import mark
@@ -187,20 +187,20 @@ def compare(
         names: how to call them; the folders' names otherwise, with as much of the parent path as tells them apart.
         options: baseline, groups, smoothing and band.
     Raises:
-        InputError: no folder, one given twice, names or groups that do not fit, or a baseline that is not among them.
+        DiagnosisError: no folder, one given twice, names or groups that do not fit, or a baseline that is none of them.
         RunFolderError, ManifestError: a folder without a run or metrics, or with something corrupt.
     """
     options = options or Options()
     paths = [Path(path).expanduser().absolute() for path in run_dirs]
     if not paths:
-        raise InputError("compare needs at least one run folder")
+        raise DiagnosisError("compare needs at least one run folder")
     twice = [str(path) for path in paths if paths.count(path) > 1]
     if twice:
-        raise InputError(f"run folder given twice: {twice[0]}", "give it once")
+        raise DiagnosisError(f"run folder given twice: {twice[0]}", "give it once")
     if names is None:
         names = distinct_names(paths)
     elif len(names) != len(paths) or len(set(names)) != len(names):
-        raise InputError(
+        raise DiagnosisError(
             f"{len(names)} {'name' if len(names) == 1 else 'names'} ({', '.join(names)}) for "
             f"{len(paths)} run{'s' * (len(paths) > 1)}",
             "names must be distinct, one for each run, in their order: repeat the option",
@@ -286,7 +286,7 @@ def _baseline(groups: Sequence[Group], units: Sequence[Run], name: str | None) -
         if group.name == name:
             return group
     known = ", ".join(group.name for group in groups)
-    raise InputError(f"{name!r} is none of the runs compared", f"choose one of {known}", key="--baseline")
+    raise DiagnosisError(f"{name!r} is none of the runs compared", f"choose one of {known}", key="--baseline")
 
 
 def shown(value: Any) -> str:

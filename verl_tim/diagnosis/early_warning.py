@@ -21,8 +21,8 @@ from typing import Literal
 import pandas as pd
 
 from verl_tim.diagnosis.curves import REWARD
+from verl_tim.diagnosis.errors import DiagnosisError
 from verl_tim.diagnosis.groups import Group
-from verl_tim.diagnosis.input_error import InputError
 
 # A constant curve's rolling mean is off by rounding; the band is this much wider, relative to it.
 ROUNDING = 1e-9
@@ -61,11 +61,11 @@ class BandRule:
 
     def __post_init__(self) -> None:
         if not self.z > 0:
-            raise InputError(f"is {self.z}", "give a positive number of standard deviations", key="--band-z")
+            raise DiagnosisError(f"is {self.z}", "give a positive number of standard deviations", key="--band-z")
         if self.window < 3:
-            raise InputError(f"is {self.window}", "give at least 3 steps", key="--band-window")
+            raise DiagnosisError(f"is {self.window}", "give at least 3 steps", key="--band-window")
         if self.consecutive < 1:
-            raise InputError(f"is {self.consecutive}", "give at least 1 step", key="--band-steps")
+            raise DiagnosisError(f"is {self.consecutive}", "give at least 1 step", key="--band-steps")
 
     @property
     def steps_to_leave(self) -> int:

@@ -10,7 +10,7 @@ from itertools import takewhile
 
 import pandas as pd
 
-from verl_tim.diagnosis.input_error import InputError
+from verl_tim.diagnosis.errors import DiagnosisError
 from verl_tim.diagnosis.manifest import Difference
 from verl_tim.diagnosis.metric_log import MetricLog, Record
 
@@ -99,24 +99,24 @@ def named_groups(names: Sequence[str], rules: Sequence[str]) -> list[tuple[str, 
     """Groups from `LABEL=PATTERN` rules over run names; runs that no rule names stand alone.
 
     Raises:
-        InputError: a malformed rule, one that matches nothing, a run matched twice, or a label that is a run's name.
+        DiagnosisError: a malformed rule, one that matches nothing, a run matched twice, a label that is a run's name.
     """
     taken: dict[int, str] = {}
     groups: list[tuple[str, list[int]]] = []
     for rule in rules:
         label, sign, pattern = rule.partition("=")
         if not sign or not label or not pattern:
-            raise InputError(
+            raise DiagnosisError(
                 f"{rule!r} is not LABEL=PATTERN", "give a label and a pattern, as stock='stock-seed*'", key="--group"
             )
         members = [at for at, name in enumerate(names) if fnmatchcase(name, pattern)]
         if not members:
-            raise InputError(
+            raise DiagnosisError(
                 f"{rule!r} matches no run", f"give a pattern over the names {', '.join(names)}", key="--group"
             )
         twice = [names[at] for at in members if at in taken]
         if twice:
-            raise InputError(
+            raise DiagnosisError(
                 f"{rule!r} takes {twice[0]}, which group {taken[members[0]]!r} has already",
                 "give patterns that share no run",
                 key="--group",
@@ -126,7 +126,7 @@ def named_groups(names: Sequence[str], rules: Sequence[str]) -> list[tuple[str, 
     groups += [(name, [at]) for at, name in enumerate(names) if at not in taken]
     labels = [label for label, _ in groups]
     if len(set(labels)) < len(labels):
-        raise InputError(
+        raise DiagnosisError(
             f"one name stands for two: {', '.join(labels)}",
             "give labels that differ from each other and from the names of the runs left",
             key="--group",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from verl_tim.diagnosis.dumped import Dumped
-from verl_tim.diagnosis.input_error import InputError
+from verl_tim.diagnosis.errors import DiagnosisError
 from verl_tim.diagnosis.metrics import mismatch_metrics
 
 SEED = 0
@@ -20,7 +20,7 @@ EXPECTED_SEQUENCES, EXPECTED_TOKENS = 1, 10
 BLOCKS = 10  # of sequences, for the standard error
 
 
-class CalibrationError(InputError):
+class CalibrationError(DiagnosisError):
     """Thresholds cannot be chosen from these runs; the message says why and what to do."""
 
 

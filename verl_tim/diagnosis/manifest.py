@@ -11,14 +11,14 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from verl_tim.diagnosis.input_error import InputError
+from verl_tim.diagnosis.errors import DiagnosisError
 
 FORMAT = 1
 MANIFEST_NAME = "manifest.json"
 OldLogProbs = Literal["recompute", "bypass", "reuse"]
 
 
-class ManifestError(InputError):
+class ManifestError(DiagnosisError):
     """A manifest, or a fact reported for one, that cannot be used; the message names the key."""
 
 

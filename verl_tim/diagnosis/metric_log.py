@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl_tim.diagnosis.input_error import InputError
+from verl_tim.diagnosis.errors import DiagnosisError
 
 RESTARTS = "tim/rollout_restarts"
 """Rollout servers that died in a step, and were started again."""
 MAX_STEP = 2**31 - 1  # a dump's column `step` is int32
 
 
-class RunFolderError(InputError):
+class RunFolderError(DiagnosisError):
     """A run folder that cannot be used as asked; the message says what to change."""
 
 

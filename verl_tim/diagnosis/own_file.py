@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from verl_tim.diagnosis.input_error import InputError
+from verl_tim.diagnosis.errors import DiagnosisError
 
 MARK = "written by verl-tim"
 """Near the beginning or the end of every page, JSON file, picture, option and dump that a command writes and may write
@@ -26,14 +26,14 @@ def refuse_foreign(*paths: Path, key: str = "--out") -> None:
         key: the option that says where.
 
     Raises:
-        InputError: one is there without the mark; names it.
+        DiagnosisError: one is there without the mark; names it.
         OSError: one cannot be read.
     """
     for path in paths:
         if not path.is_file():
             continue
         if not _is_marked(path):
-            raise InputError(
+            raise DiagnosisError(
                 f"{path.absolute()} is there already, and no verl-tim that marks its files wrote it",
                 "move it away, or name another place; what is not marked is not replaced",
                 key=key,

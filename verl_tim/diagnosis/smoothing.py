@@ -8,7 +8,7 @@ from typing import Literal
 
 import pandas as pd
 
-from verl_tim.diagnosis.input_error import InputError
+from verl_tim.diagnosis.errors import DiagnosisError
 
 FORMS = "ema:WEIGHT (0 < WEIGHT < 1) or rolling:STEPS (STEPS >= 2)"
 
@@ -26,7 +26,7 @@ class Smoothing:
         """From `ema:0.9`, `rolling:11`, or `off`.
 
         Raises:
-            InputError: anything else.
+            DiagnosisError: anything else.
         """
         if text == "off":
             return None
@@ -39,7 +39,7 @@ class Smoothing:
             return cls("ema", number)
         if kind == "rolling" and number >= 2 and number.is_integer():
             return cls("rolling", number)
-        raise InputError(f"is {text!r}", f"give off, {FORMS}", key="--smooth")
+        raise DiagnosisError(f"is {text!r}", f"give off, {FORMS}", key="--smooth")
 
     def apply(self, values: Sequence[float]) -> list[float]:
         """Smoothed values, as many as were given."""

@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from verl_tim.diagnosis.input_error import InputError
+from verl_tim.diagnosis.errors import DiagnosisError
 
 FORMAT = "1"
 FOLDER = "tokens"
@@ -57,7 +57,7 @@ _DICTIONARIES = [
 _NAMED = 12  # steps that a message lists
 
 
-class TokenDumpError(InputError):
+class TokenDumpError(DiagnosisError):
     """A dump that cannot be written or read; the message names the file and the remedy."""
 
 

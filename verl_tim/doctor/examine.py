@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from verl_tim.doctor.rule import Level, Rule, Severity, Violation
 from verl_tim.doctor.rules import OWN, start
 from verl_tim.doctor.view import View
-from verl_tim.launch.checks import CHECKS, Check, keys, one_per_key, run_checks, verl_config
+from verl_tim.launch.checks import CHECKS, Check, keys, made, one_per_key, run_checks, verl_config
 from verl_tim.launch.run_folder import check_free
 from verl_tim.training.finding import Finding
 from verl_tim.training.remedy import typeable
@@ -54,15 +54,16 @@ class Report:
         return {level.value: counted[level] for level in Level}
 
 
-def examine(view: View, *, exact: bool = False, folder_is_free: bool = True) -> Report:
+def examine(view: View, *, exact: bool = False, folder_is_free: bool = True, damaged: Sequence[Finding] = ()) -> Report:
     """Every violation of every rule.
 
     Args:
         exact: hold the config to zero mismatch: what breaks it is an error, whatever the rollout.
         folder_is_free: False for the config of a run, whose folder holds that run.
+        damaged: what is wrong with what was made before (`launch.prepare.find_made`).
     """
     held_to_exactness = exact or view.zero_mismatch or not view.has_tim_group
-    checks, at_start = _start(view, folder_is_free)
+    checks, at_start = _start(view, folder_is_free, damaged)
     found = [(rule, finding) for rule in OWN if _looks(rule, view) for finding in rule.examine(view)]
     # one condition may be a rule of the doctor's and a reason to refuse a start: said once, as an error
     refused = {(_key(finding), finding.problem) for _, finding in at_start}
@@ -115,7 +116,9 @@ def _key(finding: Finding) -> str:
     return finding.key.partition("=")[0]
 
 
-def _start(view: View, folder_is_free: bool) -> tuple[tuple[CheckState, ...], list[tuple[Rule, Finding]]]:
+def _start(
+    view: View, folder_is_free: bool, damaged: Sequence[Finding]
+) -> tuple[tuple[CheckState, ...], list[tuple[Rule, Finding]]]:
     """The start-up checks that apply, and what they found, one finding per key.
 
     A value that cannot be meant keeps the later checks from computing: they are not looked at then.
@@ -138,6 +141,8 @@ def _start(view: View, folder_is_free: bool) -> tuple[tuple[CheckState, ...], li
             looked = not cut_short
         else:
             pairs = [(start.CHECK_RULES[check.name], finding) for finding in ran.get(check, [])]
+            if check.run is made.check_settings:
+                pairs += [(start.CHECK_RULES[check.name], finding) for finding in damaged]
             looked = check in ran
         for rule, finding in pairs:
             by_key.setdefault(_key(finding), (rule, finding))
@@ -160,7 +165,7 @@ def _state(check: Check, findings: Any, looked: bool, view: View) -> str:
         return "fails"
     if not looked:
         return "not looked at"
-    made = (check.name in _MADE and view.get(_MADE[check.name]) is None) or (
+    at_start = (check.name in _MADE and view.get(_MADE[check.name]) is None) or (
         check.name == "data" and any(view.get(key) is None for key in _MADE_DATA)
     )
-    return "made at start" if made and view.launched else "ok"
+    return "made at start" if at_start and view.launched else "ok"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -237,7 +238,7 @@ class View(start_checks.View):
         """Number of parameters, from the weight files' headers; None without a local folder of safetensors."""
         from safetensors import SafetensorError, safe_open
 
-        folder = Path(self.model_path or "").expanduser()
+        folder = Path(os.path.expanduser(self.model_path or ""))
         files = sorted(folder.glob("*.safetensors")) if self.model_path and folder.is_dir() else []
         total = 0
         try:

@@ -61,7 +61,7 @@ def differences(config: DictConfig, folder: Path) -> list[Difference]:
     try:
         there = RunFolder(folder).config() or {}
     except RunFolderError as error:
-        raise LaunchError([error.finding(KEY, f"remove {folder}, and the run from {RECORD} beside it")]) from error
+        raise LaunchError.of_input(error, KEY, f"remove {folder}, and the run from {RECORD} beside it") from error
     prepare.complete(config)
     with open_dict(config):
         for key in MADE_FROM:  # made from `tim.task` and `tim.model`, which are compared themselves

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import difflib
 import functools
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 import yaml
 from hydra import compose, initialize_config_dir, initialize_config_module
@@ -129,7 +129,9 @@ def _refuse_several(overrides: Sequence[str]) -> None:
 def _explain_unparsed(error: OverrideParseException) -> tuple[str, str, str]:
     key, _, value = str(error.override).partition("=")
     if value.startswith("~"):  # a shell expands it in an argument that begins with it only
-        return key, f"{value}: Hydra takes no ~ in a value", f"write {key}={Path(value).expanduser()}"
+        folder = os.path.expanduser(value)  # stays as it is where nobody has that name
+        remedy = f"write {key}={folder}" if folder != value else f"nobody here has that home; write {key}=/FOLDER"
+        return key, f"{value}: Hydra takes no ~ in a value", remedy
     remedy = "write KEY=VALUE; quote values with special characters: 'KEY=\"VALUE\"'"
     return error.override, str(error).splitlines()[0], remedy
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from verl_tim.training.finding import Finding
+
+if TYPE_CHECKING:
+    from verl_tim.diagnosis.errors import DiagnosisError
 
 __all__ = ["Finding", "LaunchError"]
 
@@ -19,3 +23,8 @@ class LaunchError(ValueError):
     @classmethod
     def of(cls, key: str, problem: str, remedy: str) -> LaunchError:
         return cls([Finding(key, problem, remedy)])
+
+    @classmethod
+    def of_input(cls, error: DiagnosisError, key: str, remedy: str) -> LaunchError:
+        """What diagnosis cannot use; `key` and `remedy`: where the error knows none itself."""
+        return cls([Finding(error.key or key, error.problem, error.remedy or remedy)])

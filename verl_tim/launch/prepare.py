@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from contextlib import suppress
 from importlib import resources
@@ -16,7 +17,7 @@ from verl_tim.launch import environment
 from verl_tim.launch.checks import keys, made
 from verl_tim.launch.checks.keys import MADE_FROM
 from verl_tim.launch.checks.model import KEY, TOKENIZER_KEY
-from verl_tim.launch.errors import LaunchError
+from verl_tim.launch.errors import Finding, LaunchError
 from verl_tim.launch.recipes import CONFIGS_PACKAGE
 from verl_tim.training.determinism import make_deterministic
 
@@ -61,7 +62,7 @@ def _expand_homes(config: DictConfig) -> None:
     for key in (KEY, TOKENIZER_KEY):
         path = OmegaConf.select(config, key, throw_on_missing=False)
         if isinstance(path, str) and path.startswith("~"):
-            OmegaConf.update(config, key, str(Path(path).expanduser()))
+            OmegaConf.update(config, key, os.path.expanduser(path))
 
 
 def _name_by_folder(config: DictConfig) -> None:
@@ -140,22 +141,31 @@ def make_missing(config: DictConfig, *, progress: bool = True) -> None:
         make_model(config, progress=progress)
 
 
-def find_made(config: DictConfig) -> None:
+def find_made(config: DictConfig) -> list[Finding]:
     """Fill the null paths of `make_missing` whose files are in the cache already, in place, and make nothing.
 
-    Raises LaunchError for a folder of the cache that is not as it was made.
+    Returns what a start would refuse: a folder of the cache that is not as it was made, or cannot be read.
     """
     from verl_tim.tasks.artifact import NotMade, only_found
 
     if any(keys.check(config)) or any(made.check_settings(config)):
-        return  # of such settings nothing was made, and the checks say it
-    with only_found():
-        if config.data.train_files is None or config.data.val_files is None:
-            with suppress(NotMade):
-                make_data(config, progress=False)
-        if config.actor_rollout_ref.model.path is None:
-            with suppress(NotMade):
-                make_model(config, progress=False)
+        return []  # of such settings nothing was made, and the checks say it
+    wanted = []
+    if config.data.train_files is None or config.data.val_files is None:
+        wanted.append(make_data)
+    if config.actor_rollout_ref.model.path is None:
+        wanted.append(make_model)
+    found: list[Finding] = []
+    for make in wanted:
+        try:
+            with only_found(), suppress(NotMade):
+                make(config, progress=False)
+        except LaunchError as error:
+            if isinstance(error.__cause__, OSError):  # nothing is written here
+                found.append(Finding("tim.cache_dir", f"cannot be read: {error.__cause__}", "give one that can be"))
+            else:
+                found += error.findings
+    return found
 
 
 def make_data(config: DictConfig, *, progress: bool = True) -> None:

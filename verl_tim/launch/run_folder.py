@@ -62,7 +62,7 @@ def claim(config: DictConfig) -> RunFolder:
     try:
         return RunFolder.create(config.tim.run_dir, _plain(config), resume=resumes(config))
     except RunFolderError as error:
-        raise LaunchError([error.finding(KEY, f"{KEY}=runs/NAME")]) from error
+        raise LaunchError.of_input(error, KEY, f"{KEY}=runs/NAME") from error
     except OSError as error:
         raise LaunchError.of(
             KEY, f"cannot be written: {error}", f"give a folder with room that can be written to: {KEY}=runs/NAME"
@@ -98,7 +98,7 @@ def state_of(config: DictConfig, *, resumable: bool = False) -> tuple[State, str
                 return State.OTHER, key
         log = read_jsonl_metrics(folder)
     except RunFolderError as error:
-        raise LaunchError([error.finding(KEY, f"remove {folder}, or give another folder: {KEY}=FOLDER")]) from error
+        raise LaunchError.of_input(error, KEY, f"remove {folder}, or give another folder: {KEY}=FOLDER") from error
     last = log.steps[-1] if log is not None and log.steps else 0
     return (State.FINISHED if last >= config.trainer.total_training_steps else State.UNFINISHED), ""
 

@@ -12,17 +12,22 @@ from verl_tim.launch.recipes import closest, group_options, names_a_file, recipe
 def with_recipe(words: Sequence[str]) -> list[str]:
     """The words of a command that takes a recipe by its bare name, with `recipe=NAME` in its place.
 
+    What is there wins: a run folder is called like its recipe more often than not.
+
     Raises:
         LaunchError: a word that is neither recipe, file, folder nor override.
     """
-    recipes = recipe_names()
+    recipes, found = recipe_names(), list(words)
     for index, word in enumerate(words):
-        if _is_override(word) or word in recipes or names_a_file(word) or Path(word).exists():
+        if _is_override(word) or names_a_file(word) or Path(word).exists():
+            continue
+        if word in recipes:
+            found[index] = f"recipe={word}"
             continue
         near = closest(word, recipes)
         remedy = _put_together(words, index) or f"{near}installed: {', '.join(recipes)}; or give a YAML or a run folder"
         raise LaunchError.of(word, "is neither a recipe, a file nor a folder", remedy)
-    return [f"recipe={word}" if word in recipes else word for word in words]
+    return found
 
 
 def refuse_bare(words: Sequence[str]) -> None:

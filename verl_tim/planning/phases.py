@@ -23,7 +23,7 @@ from verl_tim.planning.rollout_memory import RolloutMemory
 from verl_tim.planning.settings import Settings
 from verl_tim.planning.shape import Shape
 from verl_tim.planning.trainer_memory import TrainerMemory, items_of
-from verl_tim.planning.units import count
+from verl_tim.units import count
 
 
 def phases(shape: Shape, settings: Settings, gpu: Gpu) -> tuple[Phase, ...]:

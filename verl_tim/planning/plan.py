@@ -8,7 +8,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from verl_tim.planning.gpu import GIB, Gpu
+from verl_tim.planning.gpu import Gpu
 from verl_tim.planning.lengths import Lengths, lengths
 from verl_tim.planning.phase import Phase
 from verl_tim.planning.phases import phases
@@ -17,7 +17,7 @@ from verl_tim.planning.rollout_memory import RolloutMemory
 from verl_tim.planning.settings import ROLLOUT, Settings, read_settings
 from verl_tim.planning.shape import Shape
 from verl_tim.planning.step_time import StepTime, step_time
-from verl_tim.planning.units import size
+from verl_tim.units import size
 
 
 @dataclass(frozen=True)
@@ -60,12 +60,12 @@ class Memory:
         found = []
         for phase in self.phases:
             if phase.total > self.gpu.memory:
-                largest = ", ".join(f"{item.name} {item.nbytes / GIB:.1f}" for item in phase.largest[:3])
+                largest = ", ".join(f"{item.name} {size(item.nbytes)}" for item in phase.largest[:3])
                 found.append(
                     Misfit(
                         phase.name,
-                        f"needs {phase.total / GIB:.1f} GiB of {self.gpu.memory / GIB:.1f} ({self.gpu.name}) at its "
-                        f"fullest ({phase.moment}); the largest: {largest} GiB",
+                        f"needs {size(phase.total)} of {size(self.gpu.memory)} ({self.gpu.name}) at its "
+                        f"fullest ({phase.moment}); the largest: {largest}",
                     )
                 )
         rollout, s = self.rollout, self.settings

@@ -18,7 +18,7 @@ from verl_tim.planning.item import Item
 from verl_tim.planning.rates import rate
 from verl_tim.planning.settings import Settings
 from verl_tim.planning.shape import Shape
-from verl_tim.planning.units import size
+from verl_tim.units import size
 
 _RESERVE = 256 << 20  # engine/memory.py
 _GRAPH_LAYERS = 28  # of the model that `decode_graph` speaks of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -201,27 +202,28 @@ def find_shape(path: str | None, *, kind: str | None = None, given: str | None =
     from verl_tim.tasks.random_model import SHAPES
 
     if given is not None:
-        return _of_folder("--shape", given) if Path(given).expanduser().is_dir() else shape_of(given)
+        return _of_folder("--shape", given) if os.path.isdir(os.path.expanduser(given)) else shape_of(given)
     if path is None:
         if kind:
             return _made_here(kind)
         raise LaunchError.of(
             "actor_rollout_ref.model.path", "is not given", "set it, or name a shape: --shape " + "|".join(SHAPES)
         )
-    if Path(path).expanduser().is_dir():
+    if os.path.isdir(os.path.expanduser(path)):
         return _of_folder("actor_rollout_ref.model.path", path)
     name = path.rstrip("/").rsplit("/", 1)[-1].lower().removesuffix("-base")
     if name in SHAPES:
         return shape_of(name)
+    folder = Path(os.path.expanduser(path)).absolute()
     raise LaunchError.of(
         "actor_rollout_ref.model.path",
-        f"there is no folder {Path(path).expanduser().absolute()}, and {path} is no hub name whose shape is known",
+        f"there is no folder {folder}, and {path} is no hub name whose shape is known",
         "give a local folder with its config.json, or --shape " + "|".join(SHAPES),
     )
 
 
 def _of_folder(key: str, path: str) -> Shape:
-    folder = Path(path).expanduser()
+    folder = Path(os.path.expanduser(path))
     try:
         return Shape(folder.name, load_model_config(folder))
     except ModelError as error:

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from verl_tim.planning.item import Item
 from verl_tim.planning.settings import Settings
 from verl_tim.planning.shape import Shape
-from verl_tim.planning.units import count
+from verl_tim.units import count
 
 _BF16, _FP32 = 2, 4
 _FORWARD_SLAB = 1 << 25  # logits (numerics/gpu/head.py, _LARGE_SLAB_ELEMENTS)

@@ -96,6 +96,7 @@ class EngineReplica(RolloutReplica):
             name=str(self.config.name),
             replica_rank=self.replica_rank,
             shared_memory=_SHARED_MEMORY[self.rollout_mode],
+            never_again=self._never_again(),
         )
         await server.describe.remote()  # an engine that cannot start says so here
         self.servers = [server]
@@ -120,9 +121,13 @@ class EngineReplica(RolloutReplica):
             attention=(self.model_config.get("fused_kernel_options") or {}).get("attention") or "auto",
             load_weights=True if needs_checkpoint else None,
         )
-        # alone nobody answers its requests meanwhile; a reward model or teacher is sent no weights again
-        lasts = self._has_peers and not (self.is_reward_model or self.is_teacher_model)
-        return options if lasts else dataclasses.replace(options, max_restarts=0)
+        return dataclasses.replace(options, max_restarts=0) if self._never_again() else options
+
+    def _never_again(self) -> str:
+        """Why the server is not started again, whatever the config says; empty where the config decides."""
+        if self.is_reward_model or self.is_teacher_model:
+            return f"a {'reward model' if self.is_reward_model else 'teacher'} is sent no weights again"
+        return "" if self._has_peers else "alone nobody answers its requests meanwhile"
 
     async def _place(self, workers: list[Any]) -> tuple[str, dict[str, str]]:
         """The workers' node, and the environment that shows their accelerators, in the order of their ranks, to a

@@ -17,11 +17,13 @@ class Restarts:
     Attributes:
         done: so far.
         limit: `max_restarts`; key: of the config, where a user changes it.
+        never: why it is not started again, whatever the config says; empty where the config decides.
     """
 
     done: int
     limit: int
     key: str
+    never: str = ""
 
     @classmethod
     def of(cls, server: Any) -> Restarts | None:
@@ -30,7 +32,7 @@ class Restarts:
         return cls(**json.loads(text)) if text else None
 
     @classmethod
-    def count(cls, limit: int, key: str, *, again: bool) -> None:
+    def count(cls, limit: int, key: str, *, never: str, again: bool) -> None:
         """Runs in the server, when its process begins.
 
         Args:
@@ -38,13 +40,15 @@ class Restarts:
         """
         before = successor.left(successor.RESTARTS) if again else ""
         done = json.loads(before)["done"] + 1 if before else int(again)
-        successor.leave(successor.RESTARTS, json.dumps(dataclasses.asdict(cls(done, limit, key))))
+        successor.leave(successor.RESTARTS, json.dumps(dataclasses.asdict(cls(done, limit, key, never))))
 
     def __str__(self) -> str:
         """Of one that does not come back, why."""
         if self.limit == 0:
-            return f"is not started again ({self.key}=0)"
+            return f"is not started again ({self.never or f'{self.key}=0'})"
         if self.done < self.limit:  # its node is gone
+            if not self.done:
+                return f"could not be started again; it had not been before ({self.key}={self.limit})"
             return f"could not be started again, and had been {self.done} of the {self.limit} times of {self.key}"
         times = "once" if self.done == 1 else f"{self.done} times"
         return f"had been started again {times}, as often as {self.key}={self.limit} allows"

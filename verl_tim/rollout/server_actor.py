@@ -45,11 +45,18 @@ class ServerActor(EngineServer):
     """
 
     def __init__(
-        self, options: RolloutOptions, *, name: str, replica_rank: int, shared_memory: tuple[str, ...]
+        self,
+        options: RolloutOptions,
+        *,
+        name: str,
+        replica_rank: int,
+        shared_memory: tuple[str, ...],
+        never_again: str = "",
     ) -> None:
+        """`never_again`: why `max_restarts` is 0 whatever the config says, for the message that tells of its end."""
         away, metrics = None, None
         again = _was_started_again()
-        Restarts.count(options.max_restarts, f"{options_key(name)}.max_restarts", again=again)
+        Restarts.count(options.max_restarts, f"{options_key(name)}.max_restarts", never=never_again, again=again)
         if again:
             away = AwayEngine(f"rollout server {replica_rank}", successor.left(successor.ENGINE_ERROR))
             successor.forget(successor.ENGINE_ERROR)

@@ -199,7 +199,9 @@ class RunProcesses:
                     ended[name] = end
                     if not end.away:  # a node takes several processes with it
                         end_by = min(end_by, time.monotonic() + _MORE_SECONDS)
-        return {name: ended[name] for name in self._actors if name in ended}, sorted(answer)
+        return {name: ended[name] for name in self._actors if name in ended}, [
+            name for name in self._actors if name in answer
+        ]
 
     @contextmanager
     def named_when_dead(self) -> Iterator[None]:

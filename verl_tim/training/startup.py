@@ -22,7 +22,7 @@ from verl_tim.training.processes import RunProcesses, RunRoles, servers_of, work
 from verl_tim.training.prompt_uids import PROMPT_UIDS
 from verl_tim.training.reuse import LogProbReuse
 from verl_tim.training.start_checks import Cluster, check, resource_findings
-from verl_tim.training.start_lines import ALL_ANSWER, SERVERS_ANSWER, say
+from verl_tim.training.start_lines import ALL_ANSWER, say
 
 logger = logging.getLogger(__name__)
 
@@ -71,11 +71,7 @@ def cluster_of_now() -> Cluster:
 
 
 def make_observer(tim: TimConfig, config: Any, tokenizer: Any, reuse: LogProbReuse | None = None) -> StepObserver:
-    """The step observer of a run. The gate acts only where exactness is promised: rollout vexact, trainer contract.
-
-    Workers and servers are up by then, which is said.
-    """
-    say(SERVERS_ANSWER)
+    """The step observer of a run. The gate acts only where exactness is promised: rollout vexact, trainer contract."""
     actor, correction = config.actor_rollout_ref.actor, of_run(config)
     low, high = clip_range(actor)
     gated = tim.gate.exact and config.actor_rollout_ref.rollout.name == "vexact" and tim.trainer_numerics == "contract"

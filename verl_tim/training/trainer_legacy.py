@@ -34,6 +34,7 @@ from verl_tim.training.records import RECORD_METRIC, ROW_FIELD, take
 from verl_tim.training.replay_report import REPLAY_METRIC, replay_metrics
 from verl_tim.training.reuse import LogProbReuse
 from verl_tim.training.reward_kl import missing_is_neutral
+from verl_tim.training.start_lines import SERVERS_ANSWER, say
 from verl_tim.training.startup import (
     RolloutWatch,
     begin_deterministic,
@@ -71,6 +72,7 @@ class TimRayPPOTrainer(StopAfterCheckpoint, RayPPOTrainer):
             resumed_from = settle(self.config)
         super().init_workers()
         if self.tim is not None:
+            say(SERVERS_ANSWER)
             self.observer = make_observer(self.tim, self.config, self.tokenizer, self.reuse)
             self.watch = RolloutWatch(self.config, [self.llm_server_manager])
             roles = RunRoles.of(self, [self.llm_server_manager], self.async_rollout_manager)

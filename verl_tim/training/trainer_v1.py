@@ -50,6 +50,7 @@ from verl_tim.training.records import RECORD_METRIC, ROW_FIELD, LossRecord, take
 from verl_tim.training.replay_report import REPLAY_METRIC, ReplayReport, replay_metrics
 from verl_tim.training.reuse import LogProbReuse, ReuseError
 from verl_tim.training.reward_kl import missing_is_neutral
+from verl_tim.training.start_lines import SERVERS_ANSWER, say
 from verl_tim.training.startup import (
     RolloutWatch,
     begin_deterministic,
@@ -145,6 +146,7 @@ class TimTrainer(_Base):
             check_cluster(self.config)
         super().init()
         if self.tim is not None:
+            say(SERVERS_ANSWER)
             self.observer = make_observer(self.tim, self.config, self.tokenizer, self.reuse)
             self.watch = RolloutWatch(self.config, self._rollout_server_managers())
 

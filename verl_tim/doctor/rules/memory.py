@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from verl_tim.doctor.rule import ACTOR, ROLLOUT, Rules, Severity, found
 from verl_tim.doctor.view import View
 from verl_tim.training.finding import Finding
+from verl_tim.units import size
 
 RULES = Rules()
 rule = RULES.rule
@@ -62,8 +63,7 @@ def while_generating(view: View) -> Iterator[Finding]:
         key = view.engine_option("kv_cache_bytes")[0] if view.rollout_is_ours else f"{ROLLOUT}.gpu_memory_utilization"
         yield found(
             key,
-            f"the rollout takes {_gib(rollout)} GiB and the trainer keeps {_gib(stays)} of {_gib(gpu.memory)} GiB "
-            f"({gpu.name})",
+            f"the rollout takes {size(rollout)} and the trainer keeps {size(stays)} of {size(gpu.memory)} ({gpu.name})",
         )
 
 
@@ -88,9 +88,9 @@ def while_training(view: View) -> Iterator[Finding]:
     rollout = 0.0 if view.get(f"{ROLLOUT}.free_cache_engine", True) else _rollout_bytes(view, gpu.memory)
     if needed + rollout > gpu.memory:
         key = f"{ROLLOUT}.free_cache_engine" if needed <= gpu.memory else "trainer.n_gpus_per_node"
-        held = f" beside {_gib(rollout)} of the rollout" if rollout else ""
+        held = f" beside {size(rollout)} of the rollout" if rollout else ""
         yield found(
-            key, f"the update needs {_gib(needed)} GiB on each GPU{held}, which has {_gib(gpu.memory)} ({gpu.name})"
+            key, f"the update needs {size(needed)} on each GPU{held}, which has {size(gpu.memory)} ({gpu.name})"
         )
 
 
@@ -107,7 +107,3 @@ def cache_not_freed(view: View) -> Iterator[Finding]:
     colocated = view.synchronous and not view.on_cpu
     if colocated and not view.get(f"{ROLLOUT}.free_cache_engine", True):
         yield found(f"{ROLLOUT}.free_cache_engine", "it is false")
-
-
-def _gib(size: float) -> str:
-    return f"{size / 2**30:.3g}"

@@ -12,6 +12,7 @@ from verl_tim.doctor.rule import ACTOR, MODEL, ROLLOUT, Rules, Severity, found
 from verl_tim.doctor.view import View
 from verl_tim.training.determinism import SWITCH
 from verl_tim.training.finding import Finding
+from verl_tim.units import size
 
 RULES = Rules()
 rule = RULES.rule
@@ -134,9 +135,5 @@ def disk(view: View) -> Iterator[Finding]:
     if isinstance(free, int) and one * kept > free:
         yield found(
             "trainer.save_freq",
-            f"{kept} checkpoint(s) of {_gib(one)} GiB are to be kept, and {folder} has {_gib(free)} GiB free",
+            f"{kept} checkpoint(s) of {size(one)} are to be kept, and {folder} has {size(free)} free",
         )
-
-
-def _gib(size: float) -> str:
-    return f"{size / 2**30:.3g}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -114,7 +115,7 @@ def _missing(config: DictConfig, key: str) -> Finding | None:
     path = str(value)
     if value is None or local_folder(path) is not None or is_remote(path):
         return None
-    place = Path(path).expanduser().absolute()
+    place = Path(os.path.expanduser(path)).absolute()
     problem = f"{place} is no folder" if place.exists() else f"there is no folder {place}"
     other = ", or take model=tiny_qwen3" if key == KEY else ", or leave it null for the model's own"
     remedy = f"give a folder in Hugging Face format or OWNER/NAME of the hub{other}"
@@ -219,7 +220,7 @@ def _check_qwen_turn(key: str, path: str, tokenizer: Any, model_type: str) -> It
 
 def local_folder(path: str) -> Path | None:
     """The folder that `path` names on this machine, or None."""
-    folder = Path(path).expanduser()
+    folder = Path(os.path.expanduser(path))
     return folder if folder.is_dir() else None
 
 

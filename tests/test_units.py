@@ -1,6 +1,6 @@
 import pytest
 
-from verl_tim.planning.units import count, size
+from verl_tim.units import count, size
 
 
 @pytest.mark.parametrize(
@@ -12,6 +12,9 @@ from verl_tim.planning.units import count, size
         (312_200 * 4, "1.19 MiB"),
         (200 << 20, "200 MiB"),
         (139.81 * (1 << 30), "139.8 GiB"),
+        (1023.6, "1 KiB"),
+        (1023.96 * (1 << 20), "1 GiB"),
+        (1023.4 * (1 << 20), "1023 MiB"),
         (27.36 * (1 << 30), "27.4 GiB"),
         (5000 << 30, "4.88 TiB"),
         (5000 << 40, "5,000 TiB"),
@@ -23,7 +26,19 @@ def test_size(nbytes, shown):
 
 @pytest.mark.parametrize(
     ("number", "shown"),
-    [(0, "0"), (999, "999"), (156_100, "156.1 k"), (43.2e6, "43.2 M"), (1.72e9, "1.72 G"), (30.5e9, "30.5 G")],
+    [
+        (0, "0"),
+        (999, "999"),
+        (156_100, "156.1 k"),
+        (999_999, "1 M"),
+        (999.96e6, "1 G"),
+        (999.94e6, "999.9 M"),
+        (-999_999, "-1 M"),
+        (99.96e6, "100 M"),
+        (43.2e6, "43.2 M"),
+        (1.72e9, "1.72 G"),
+        (30.5e9, "30.5 G"),
+    ],
 )
 def test_count(number, shown):
     assert count(number) == shown

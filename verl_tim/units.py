@@ -18,7 +18,13 @@ def count(number: float) -> str:
 
 def _with_unit(value: float, step: float, units: Sequence[str]) -> str:
     place = 0
-    while place < len(units) - 1 and abs(value) >= step:
+    figures = _figures(value, whole=True)
+    # what is shown decides, since 999.96 is shown as 1000
+    while place < len(units) - 1 and abs(float(figures.replace(",", ""))) >= step:
         value, place = value / step, place + 1
-    figures = f"{value:,.0f}" if place == 0 or abs(value) >= step else f"{value:.{4 if abs(value) >= 100 else 3}g}"
+        figures = _figures(value, whole=abs(value) >= step)
     return f"{figures} {units[place]}"
+
+
+def _figures(value: float, *, whole: bool) -> str:
+    return f"{value:,.0f}" if whole else f"{value:.{4 if abs(value) >= 100 else 3}g}"
