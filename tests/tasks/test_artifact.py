@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from verl_tim.tasks.artifact import make_once
+from verl_tim.tasks.errors import InputError
 
 SPEC = {"kind": "x", "seed": 1}
 
@@ -55,3 +56,15 @@ def test_one_that_fails_leaves_the_next_to_make_it(tmp_path):
         assert second.result(10) == tmp_path / "model"
     assert sorted(path.name for path in (tmp_path / "model").iterdir()) == ["card.json", "weights"]
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("content", ["", '{"key": "a', "[1]", "{}", b"\xff\xfe"])
+def test_a_damaged_card_is_named_with_what_to_do(tmp_path, content):
+    def build(work):
+        (work / "weights").write_text("w")
+        return {}
+
+    card = make_once(tmp_path / "model", "card.json", SPEC, build) / "card.json"
+    card.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(InputError, match=r"card\.json: .*; remove that folder, and it is made anew"):
+        make_once(tmp_path / "model", "card.json", SPEC, build)

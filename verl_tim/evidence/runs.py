@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from verl_tim.diagnosis.compare import Comparison, Options, compare
+from verl_tim.diagnosis.errors import DiagnosisError
 from verl_tim.diagnosis.groups import Group
-from verl_tim.diagnosis.input_error import InputError
 from verl_tim.diagnosis.metric_log import RunFolderError, read_json_lines
 from verl_tim.diagnosis.run import Run
 from verl_tim.diagnosis.run_folder import METRICS_NAME, parts
@@ -20,7 +20,7 @@ from verl_tim.launch.exit_code import INTERRUPTED
 from verl_tim.launch.restarts import ATTEMPTS
 
 
-class EvidenceError(InputError):
+class EvidenceError(DiagnosisError):
     """Folders or archives that cannot be used as asked; the message says what to change."""
 
 

@@ -136,7 +136,18 @@ def _alone(lock: Path) -> Iterator[None]:
 
 
 def read_card(folder: Path, card_name: str) -> dict[str, Any]:
-    return json.loads((folder / card_name).read_text(encoding="utf-8"))
+    """What an artifact says of itself.
+
+    Raises:
+        InputError: it is damaged.
+    """
+    try:
+        card = json.loads((folder / card_name).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InputError(f"{folder / card_name}: {error}; remove that folder, and it is made anew") from error
+    if not isinstance(card, dict) or not {"key", "files"} <= card.keys():
+        raise InputError(f"{folder / card_name}: lacks key or files; remove that folder, and it is made anew")
+    return card
 
 
 def _is_reusable(folder: Path, card_name: str, key: str, *, overwrite: bool = False, anew: bool = False) -> bool:
