@@ -595,7 +595,13 @@ CASES = [
         {f"{MODEL}.override_config.attn_implementation": "sdpa"},
         facts={"machine": machine(modules=frozenset())},
     ),
-    Case("stops.versions", "vllm", bad_facts={"machine": machine(versions={"vllm": "0.11.0"})}),
+    Case(
+        "stops.versions",
+        "vllm",
+        bad_facts={"machine": machine(versions={"vllm": "0.11.0"})},
+        # scripts/vllm_cpu.sh
+        good_facts={"machine": machine(versions={"vllm": "0.28.0+cpu"})},
+    ),
     Case("stops.versions", "verl", bad_facts={"machine": machine(versions={"verl": "0.8.0"})}),
     Case(
         "stops.disk",

@@ -29,6 +29,15 @@ def test_a_yaml_without_defaults_stands_on_verls(plain, plain_file):
     assert not source.is_a_run
 
 
+def test_a_critic_whose_model_is_nowhere_is_a_finding(plain, tmp_path):
+    """PPO as verl ships it: GAE, and a critic of ~/models/... ."""
+    (tmp_path / "ppo.yaml").write_text(yaml.safe_dump({**plain, "algorithm": {"adv_estimator": "gae"}}))
+    source = read([str(tmp_path / "ppo.yaml"), "critic.model.path=/nowhere/at/all"])
+    (found,) = (each for each in examine(View(source.config)).violations if each.key == "critic")
+    assert "/nowhere/at/all" in found.problem
+    assert "critic.model.path" in found.remedy
+
+
 def test_a_primary_config_of_a_checkout_composes_anywhere(plain, tmp_path, monkeypatch):
     """verl's recipes search file://verl/trainer/config, which is not here."""
     head = {"hydra": {"searchpath": ["file://verl/trainer/config"]}, "defaults": ["ppo_trainer", "_self_"]}

@@ -34,6 +34,24 @@ def test_without_runs_it_says_that_nothing_was_measured():
     assert "## Time" not in text
 
 
+def test_a_page_of_no_runs_replaces_none(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "evidence.md").write_text("State: 48 of 60")
+    result = call("page")
+    assert result.exit_code == 2
+    assert "runs/evidence is no folder" in " ".join(result.stderr.split())
+    assert (tmp_path / "docs" / "evidence.md").read_text() == "State: 48 of 60"
+
+
+def test_the_page_of_runs_where_unpack_puts_them(runs, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "evidence").symlink_to(runs)
+    assert call("page").exit_code == 0
+    assert "10 of 60 runs finished" in (tmp_path / "docs" / "evidence.md").read_text()
+
+
 def test_the_page_in_docs_is_what_the_command_writes():
     """Until there are figures; with figures the page needs the runs."""
     text = (DOCS / "evidence.md").read_text(encoding="utf-8")

@@ -3,6 +3,7 @@
 import json
 import shutil
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
@@ -500,6 +501,8 @@ def test_run_folder_is_taken_once(config_of):
     assert OmegaConf.load(folder.path / "config.yaml") == config
     finding = only(check_free(config))
     assert finding.key == "tim.run_dir"
+    assert "left no checkpoint" in finding.remedy
+    assert "resume_mode" not in finding.remedy, "there is nothing to go on from"
     with pytest.raises(LaunchError, match=r"tim.run_dir"):
         claim(config)
 
@@ -510,6 +513,15 @@ def test_run_folder_may_be_resumed(config_of):
     config.trainer.resume_mode = "auto"
     assert list(check_free(config)) == []
     assert claim(config).path.is_dir()
+
+
+def test_run_folder_with_a_checkpoint_names_the_key_that_goes_on(config_of):
+    config = config_of()
+    claim(config)
+    checkpoints = Path(config.trainer.default_local_dir)
+    checkpoints.mkdir(parents=True)
+    (checkpoints / "latest_checkpointed_iteration.txt").write_text("3")
+    assert "trainer.resume_mode=auto" in only(check_free(config)).remedy
 
 
 def test_run_folder_that_is_a_file(config_of, tmp_path):

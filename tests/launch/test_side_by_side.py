@@ -14,7 +14,7 @@ import psutil
 import pytest
 from omegaconf import OmegaConf
 
-from verl_tim.commands.several import not_begun
+from verl_tim.commands.several import not_begun, time_is_up
 from verl_tim.launch import process, side_by_side
 from verl_tim.launch.errors import LaunchError
 from verl_tim.launch.exit_code import TIME_IS_UP
@@ -209,6 +209,19 @@ def test_what_runs_took_on_this_machine_counts_in_later_calls_too(verl, tmp_path
     assert states["short"].not_begun[0].endswith("and long took 100 s")
 
 
+def test_what_the_time_left_is_said(tmp_path):
+    def state(name, kind, steps):
+        return side_by_side.RunState(name, tmp_path, kind, steps, 20)
+
+    states = [state("a", State.FINISHED, 20), state("b", State.STOPPED, 7), state("c", State.WAITING, 0)]
+    assert time_is_up(states, 25) == ["25 minutes are up: 2 of 3 runs are left, and the same command goes on"]
+    early = time_is_up([*states, state("d", State.STOPPED, 0)], 0.5)
+    assert early == [
+        "0.5 minutes are up: 3 of 4 runs are left, and the same command goes on",
+        "  1 of them had not come to a step, and will begin anew: give more --minutes",
+    ]
+
+
 def test_one_that_waits_for_another_try_keeps_its_cause(tmp_path):
     """Its lines are of what it failed with, however many, and none of them a remedy."""
     lost = ("Traceback", "  in step", "ActorDiedError: gone")
@@ -310,6 +323,7 @@ def test_the_command_takes_the_limits(tmp_path, monkeypatch):
     assert found["runs"][0]["state"] == "stopped"
     shown = CliRunner().invoke(app, [*words, "--minutes", "9"])
     assert "stopped" in shown.stdout
+    assert "9 minutes are up: 1 of 1 runs are left" in shown.stderr
     ended = [
         side_by_side.RunState("a", tmp_path / "a", State.FAILED, 3, 20, 12.0, 7, cause=("ValueError: no",)),
         side_by_side.RunState("b", tmp_path / "b", State.FAILED, 0, 20, cause=("tim.run_dir: is a file",)),

@@ -42,6 +42,11 @@ def test_nothing_that_is_shipped_is_refused(resolved):
             "actor_rollout_ref.rollout.tensor_model_parallel_size",
             "not a number",
         ),
+        *(
+            (f"{share}={value}", share, str(value))
+            for share in ("actor_rollout_ref.rollout.gpu_memory_utilization",)
+            for value in (0, 1.8, -0.5)
+        ),
         ("actor_rollout_ref.rollout.temperature=-1", "actor_rollout_ref.rollout.temperature", "-1"),
         ("actor_rollout_ref.rollout.temperature=0", "actor_rollout_ref.rollout.temperature", "divides"),
         ("actor_rollout_ref.rollout.top_p=0", "actor_rollout_ref.rollout.top_p", "0"),

@@ -174,20 +174,15 @@ def figure_command(
 
 @app.command("page")
 def page_command(
-    runs: Annotated[
-        Path | None,
-        typer.Argument(metavar="[RUNS]", help="Folder of the runs; without it the page says what is asked."),
-    ] = None,
+    runs: Annotated[Path, _RUNS] = Path("runs/evidence"),
     alone: Annotated[Path | None, _ALONE] = None,
     out: Annotated[Path, typer.Option(help="Folder for evidence.md and evidence/.")] = Path("docs"),
 ) -> None:
     """Write docs/evidence.md and its pictures."""
     from verl_tim.evidence.page import write_page
-    from verl_tim.evidence.runs import Evidence
 
     with bad_input(), _evidence_errors(), writing("--out"):
-        evidence = Evidence.read(None, None) if runs is None else _read(runs, alone)
-        paths = write_page(evidence, out)
+        paths = write_page(_read(runs, alone), out)
     for path in paths:
         stdout().print(str(path), soft_wrap=True)
 

@@ -101,6 +101,16 @@ def failures(states: Sequence[RunState]) -> list[str]:
     return lines
 
 
+def time_is_up(states: Sequence[RunState], minutes: float) -> list[str]:
+    """What a call that ended by its time leaves."""
+    left = [state for state in states if state.state in (State.WAITING, State.STOPPED)]
+    lines = [f"{minutes:g} minutes are up: {len(left)} of {len(states)} runs are left, and the same command goes on"]
+    early = sum(state.state is State.STOPPED and not state.steps for state in left)
+    if early:
+        lines.append(f"  {early} of them had not come to a step, and will begin anew: give more --minutes")
+    return lines
+
+
 def not_begun(states: Sequence[RunState]) -> list[str]:
     """Why runs were left although time was."""
     left = [(state.name, state.not_begun) for state in states if state.not_begun is not None]

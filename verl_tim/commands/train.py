@@ -149,7 +149,7 @@ def _side_by_side(matrix: Matrix, limits: tuple[int, float | None], began: float
 
     Composing the runs, and making models and data, is part of the time, and is ended with it.
     """
-    from verl_tim.commands.several import RunsProgress, failures, not_begun, runs_table
+    from verl_tim.commands.several import RunsProgress, failures, not_begun, runs_table, time_is_up
     from verl_tim.launch.exit_code import INTERRUPTED, TIME_IS_UP
     from verl_tim.launch.matrix import prepared, unfinished
     from verl_tim.launch.process import TimeIsUp, stop_requests, within
@@ -183,7 +183,8 @@ def _side_by_side(matrix: Matrix, limits: tuple[int, float | None], began: float
         print_json({"exit_code": code, "folder": str(matrix.folder), "changed": others, "runs": runs})
     else:
         stdout().print(runs_table(states, title=str(matrix.folder)))
-    for line in (*failures(states), *not_begun(states)):
+    up = time_is_up(states, minutes) if code == TIME_IS_UP and minutes is not None else []
+    for line in (*failures(states), *not_begun(states), *up):
         stderr().print(line, markup=False, soft_wrap=True)
     return code
 

@@ -20,6 +20,7 @@ from verl_tim.diagnosis.run_folder import (
     read_jsonl_metrics,
 )
 from verl_tim.launch.errors import Finding, LaunchError
+from verl_tim.training.checkpoints import TRACKER
 
 KEY = "tim.run_dir"
 LOG = LOG_NAME
@@ -43,12 +44,12 @@ def check_free(config: DictConfig) -> Iterator[Finding]:
     if folder.exists() and not folder.is_dir():
         yield Finding(KEY, f"{folder} is a file", f"give a folder: {KEY}=runs/NAME")
     elif not resumes(config) and folder.is_dir() and holds_run(folder):
-        yield Finding(
-            KEY,
-            f"{folder} holds another run ({describe_run(folder)})",
-            f"give another folder ({KEY}=runs/NAME) or remove that one; to go on from its checkpoint: "
-            "trainer.resume_mode=auto",
-        )
+        remedy = f"give another folder ({KEY}=runs/NAME) or remove that one"
+        if (Path(str(OmegaConf.select(config, "trainer.default_local_dir"))) / TRACKER).is_file():
+            remedy += "; to go on from its checkpoint: trainer.resume_mode=auto"
+        else:
+            remedy += "; it left no checkpoint to go on from (trainer.save_freq)"
+        yield Finding(KEY, f"{folder} holds a run already ({describe_run(folder)})", remedy)
 
 
 def claim(config: DictConfig) -> RunFolder:

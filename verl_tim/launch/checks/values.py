@@ -76,6 +76,7 @@ def check(config: DictConfig) -> Iterator[Finding]:
     yield from wrong
     if not wrong:
         yield from _check_counts(config, defaults_of(plain))
+        yield from _check_shares(config)
         yield from _check_sampling(config)
         yield from _check_choices(config)
 
@@ -177,6 +178,13 @@ def _check_counts(config: DictConfig, defaults: Mapping[str, Any]) -> Iterator[F
     rate = OmegaConf.select(config, key)
     if not (_is_number(rate) and 0 <= rate < math.inf):
         yield Finding(key, f"is {rate!r}", "give a learning rate of at least 0, such as 1e-6")
+
+
+def _check_shares(config: DictConfig) -> Iterator[Finding]:
+    key = f"{_ROLLOUT}.gpu_memory_utilization"
+    value = OmegaConf.select(config, key)
+    if value is not None and not (_is_number(value) and 0 < value <= 1):
+        yield Finding(key, f"is {value!r}", "give a share of the GPU's memory in (0, 1], such as 0.5")
 
 
 def _check_sampling(config: DictConfig) -> Iterator[Finding]:

@@ -58,6 +58,17 @@ def check_verl(config: DictConfig, misspelt: Sequence[str] | None = None) -> Ite
             "take grpo or reinforce_plus_plus",
         )
         return
+    if critic:
+        try:
+            omega_conf_to_dataclass(config.critic)
+        except Exception as error:  # of its model's path, say
+            yield Finding(
+                "critic",
+                _reason(error),
+                "set the key of critic that the message names (critic.model.path, where it is a place), or take an "
+                "estimator without a critic: algorithm.adv_estimator=grpo",
+            )
+            return
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             # verl's own: the plugin puts check_verl_tim in front of it
