@@ -230,10 +230,11 @@ def test_beside_one_that_was_killed_it_is_told_too(two_servers):
     assert is_infrastructure(outcome_of(raised.value))
 
 
-def test_servers_that_ray_is_starting_again_are_waited_for_and_trainers_are_not(two_servers, monkeypatch):
+@pytest.mark.parametrize("for_good", [False, True], ids=["was started again", "all restarts are used up"])
+def test_servers_that_ray_is_starting_again_are_waited_for_and_trainers_are_not(two_servers, monkeypatch, for_good):
     run = RunProcesses(two_servers)
     two_servers["actor 0"].state = None  # in a collective
-    ended_for_its_engine(two_servers["server 0"])
+    ended_for_its_engine(two_servers["server 0"], for_good=for_good)
     two_servers["server 1"].state = None
     clock = [0.0]
 

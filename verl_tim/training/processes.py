@@ -180,8 +180,9 @@ class RunProcesses:
         began, end_by = time.monotonic(), math.inf
         while waiting:
             starting = servers_too and any(name.startswith(_SERVER) for name in waiting.values())
-            patience = RESTART_SECONDS if starting else ANSWER_SECONDS
-            left = min(began + patience, end_by) - time.monotonic()
+            # on a busy node the servers that fail together are not lost together
+            until = began + RESTART_SECONDS if starting else min(began + ANSWER_SECONDS, end_by)
+            left = until - time.monotonic()
             if left <= 0:
                 break
             done, _ = ray.wait(list(waiting), num_returns=1, timeout=left)
