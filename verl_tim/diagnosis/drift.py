@@ -31,7 +31,7 @@ import pandas as pd
 from verl_tim.diagnosis.curves import REWARD
 from verl_tim.diagnosis.early_warning import BandRule, band_of
 from verl_tim.diagnosis.groups import Group
-from verl_tim.diagnosis.verdict import STUDENT_T
+from verl_tim.diagnosis.verdict import student_t
 
 SKEW = ("tim/contribution_skew",)
 BLOCKS = 10
@@ -59,7 +59,7 @@ class Measured:
     @property
     def half_width(self) -> float:
         """Of the 95 % interval; infinite where there is one value."""
-        return STUDENT_T[min(self.freedom, len(STUDENT_T)) - 1] * self.error if self.freedom else math.inf
+        return student_t(self.freedom) * self.error if self.freedom else math.inf
 
     @property
     def seen(self) -> bool:

@@ -22,8 +22,8 @@ Seeds = Mapping[str, Mapping[str, MetricLog]]  # what a curve stands for -> its 
 
 SMALL_MODEL = 100_000_000  # parameters; below it a mismatch is not expected to reach the reward within a short run
 MIN_SHARED_STEPS = 6
-# Two-sided 95 % points of Student's t by degrees of freedom.
-STUDENT_T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
+# Two-sided 95 % points of Student's t by degrees of freedom; of more than these it falls to 1.96.
+_STUDENT_T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
 
 
 @dataclass(frozen=True)
@@ -128,10 +128,15 @@ def compare_rewards(runs: Seeds) -> RewardComparison:
     if all(len({curve[step] for curve in curves.values()}) == 1 for step in shared):
         return RewardComparison("identical", len(shared), len(window), ends)
     paired = [curves[high][step] - curves[low][step] for step in window]
-    noise = STUDENT_T[len(window) - 2] * stdev(paired) / math.sqrt(len(window))
+    noise = student_t(len(window) - 1) * stdev(paired) / math.sqrt(len(window))
     noise = max(noise, _seed_noise(*([fmean(c[s] for s in window) for c in of_seeds[run]] for run in (high, low))))
     gap = ends[high] - ends[low]
     return RewardComparison("apart" if gap > noise else "equal", len(shared), len(window), ends, gap, noise)
+
+
+def student_t(freedom: int) -> float:
+    """Half-width of a 95 % interval in standard errors, for at least one degree of freedom; a little wide for many."""
+    return _STUDENT_T[min(freedom, len(_STUDENT_T)) - 1]
 
 
 def _seed_noise(one: Sequence[float], other: Sequence[float]) -> float:
@@ -141,7 +146,7 @@ def _seed_noise(one: Sequence[float], other: Sequence[float]) -> float:
         return 0.0
     freedom = len(one) + len(other) - 2
     pooled = (variance(one) * (len(one) - 1) + variance(other) * (len(other) - 1)) / freedom
-    return STUDENT_T[min(freedom, len(STUDENT_T)) - 1] * math.sqrt(pooled * (1 / len(one) + 1 / len(other)))
+    return student_t(freedom) * math.sqrt(pooled * (1 / len(one) + 1 / len(other)))
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,7 @@ from verl_tim.launch.errors import Finding, LaunchError
 from verl_tim.launch.exit_code import INTERRUPTED
 from verl_tim.launch.recipes import Recipe, closest, find_recipe
 from verl_tim.launch.record import deciding, held, key_of, read_record, write_record
-from verl_tim.launch.restarts import has_checkpoint
-from verl_tim.launch.run_folder import KEY, State, state_of
+from verl_tim.launch.run_folder import KEY, State, has_checkpoint, state_of
 
 _GROUP = re.compile(r"\+{0,2}matrix=")
 _GROUP_OF_TRACKERS = "tim.tracking.group="

@@ -22,7 +22,7 @@ from omegaconf import DictConfig, open_dict
 from verl_tim.launch.errors import LaunchError
 from verl_tim.launch.exit_code import INTERRUPTED
 from verl_tim.launch.process import Outcome, Step, exception_names
-from verl_tim.launch.run_folder import KEY, State, state_of, write_whole
+from verl_tim.launch.run_folder import KEY, State, has_checkpoint, state_of, write_whole
 from verl_tim.training.checkpoints import TRACKER
 
 ATTEMPTS = "attempts.jsonl"
@@ -127,11 +127,6 @@ def again(config: DictConfig) -> DictConfig:
             KEY, f"a run that was cut off cannot be removed: {error}", f"remove {folder}, or give another {KEY}"
         ) from error
     return config
-
-
-def has_checkpoint(config: DictConfig) -> bool:
-    """Whether the run's folder has one to go on from."""
-    return (Path(config.trainer.default_local_dir) / TRACKER).exists()
 
 
 def resuming(config: DictConfig) -> DictConfig:

@@ -38,6 +38,11 @@ def resumes(config: DictConfig) -> bool:
     return str(config.trainer.resume_mode) != "disable"
 
 
+def has_checkpoint(config: DictConfig) -> bool:
+    """Whether the run's folder has one to go on from."""
+    return (Path(config.trainer.default_local_dir) / TRACKER).exists()
+
+
 def check_free(config: DictConfig) -> Iterator[Finding]:
     """A finding if `tim.run_dir` holds a run (and this one does not resume it), or cannot be a folder."""
     folder = Path(config.tim.run_dir)
@@ -45,7 +50,7 @@ def check_free(config: DictConfig) -> Iterator[Finding]:
         yield Finding(KEY, f"{folder} is a file", f"give a folder: {KEY}=runs/NAME")
     elif not resumes(config) and folder.is_dir() and holds_run(folder):
         remedy = f"give another folder ({KEY}=runs/NAME) or remove that one"
-        if (Path(str(OmegaConf.select(config, "trainer.default_local_dir"))) / TRACKER).is_file():
+        if has_checkpoint(config):
             remedy += "; to go on from its checkpoint: trainer.resume_mode=auto"
         else:
             remedy += "; it left no checkpoint to go on from (trainer.save_freq)"

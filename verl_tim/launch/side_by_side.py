@@ -360,5 +360,5 @@ def took(folder: Path) -> Took:
         raise LaunchError.of(
             KEY, f"{path} cannot be read: {error}", "remove that file; the run stays finished"
         ) from error
-    here = all(entry.get("machine") == restarts.machine() for _, entry in entries)
-    return Took(seconds, folder.name, here=here)
+    machines = {entry.get("machine") for _, entry in entries}
+    return Took(seconds, folder.name, here=machines <= {restarts.machine()})
