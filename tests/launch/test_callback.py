@@ -90,5 +90,5 @@ def test_plain_verl_says_what_is_wrong_within_seconds(tmp_path):
         timeout=120,
     )
     assert result.returncode == 2
-    assert "actor_rollout_ref.model.path: /nowhere/model" in result.stderr
+    assert "actor_rollout_ref.model.path: there is no folder /nowhere/model" in result.stderr
     assert not (tmp_path / "run").exists()
