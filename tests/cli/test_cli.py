@@ -312,6 +312,17 @@ def test_doctor_says_what_was_looked_at_and_how_to_look_at_a_run(small, monkeypa
         assert f"verl-tim doctor {words}" in told
 
 
+def test_doctor_says_what_is_mended_together_and_what_is_not_looked_at_yet(small):
+    wrong = [*small, "rollout=stock", "trainer=stock", "actor_rollout_ref.rollout.n=many", "trainer.n_gpus_per_node=3"]
+    told = runner.invoke(app, ["doctor", *wrong]).stdout
+    assert "data, reward, lengths, rollout and trainer, verl: not looked at before values is right" in told
+    _, _, together = told.partition("Breaks exactness (warning): ")
+    number, _, together = together.partition("\n")
+    head, remedy, *findings = (line.strip() for line in together.splitlines()[: int(number) + 2])
+    assert (head, remedy) == (f"These {number} are mended together:", "-> rollout=vexact trainer=contract")
+    assert all("[exact." in line for line in findings)
+
+
 def test_doctor_lists_every_finding(small):
     bad = [
         "ray_kwargs.ray_init.num_cpus=2",

@@ -2,6 +2,7 @@
 
 import json
 import py_compile
+import shlex
 import time
 from dataclasses import replace
 
@@ -19,7 +20,7 @@ from verl_tim.doctor.source import read
 from verl_tim.doctor.view import View
 from verl_tim.training.finding import Finding
 
-from .conftest import GPU_MACHINE
+from .conftest import GPU_MACHINE, VERSIONS
 
 ROLLOUT, MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 CORRECTION = "algorithm.rollout_correction"
@@ -105,8 +106,8 @@ def test_what_keeps_a_run_from_starting_comes_first_then_what_ends_it(view_of):
     [
         # one wrong value, which several rules see
         ("verl", f"{MODEL}.override_config.attn_implementation", "flash_attention_2", "start.cpu", 2),
-        ("vexact", f"{ROLLOUT}.name", "vllmm", "start.values", 1),
-        ("vexact", f"{ROLLOUT}.n", "eight", "start.values", 1),
+        ("vexact", f"{ROLLOUT}.name", "vllmm", "start.values", 0),
+        ("vexact", f"{ROLLOUT}.n", "eight", "start.values", 0),
         ("verl", "actor_rollout_ref.actor.strategy", "fsdp", "start.strategy", 1),
     ],
 )
@@ -170,7 +171,7 @@ def test_exit_codes_and_json(plain_file, tmp_path):
     assert one["key"] == f"{ROLLOUT}.top_k"
     assert one["level"] == "error"
     assert one["severity"] == "breaks exactness"
-    assert set(one) == {"rule", "severity", "level", "key", "problem", "why", "remedy", "blocks", "also"}
+    assert set(one) == {"rule", "severity", "level", "key", "problem", "why", "remedy", "blocks", "also", "of_machine"}
     assert one["blocks"] is False
     assert one["also"] == []
     assert all(one[name] for name in ("rule", "severity", "level", "key", "problem", "why", "remedy"))
@@ -185,8 +186,11 @@ def test_text_names_rule_key_reason_and_remedy(plain_file):
     result = run("--no-machine", str(plain_file), f"{MODEL}.use_liger=true")
     said = " ".join(result.stdout.split())
     assert result.exit_code == 1
-    for words in (f"{MODEL}.use_liger: it is True", "exact.liger (error, breaks exactness)", "-> Set it to false"):
+    for words in (f"{MODEL}.use_liger: it is True [exact.liger]", "Breaks exactness (error):", "-> Set it to false"):
         assert words in said
+    reason = "Liger replaces modules that the contract computes."
+    assert reason not in said
+    assert reason in run("--why", "--no-machine", str(plain_file), f"{MODEL}.use_liger=true").stdout
     assert " errors" in result.stdout
     assert "Traceback" not in result.output
 
@@ -240,3 +244,36 @@ def test_byte_code_is_looked_for_beside_the_source(tmp_path, monkeypatch):
     assert _has_byte_code("compiled_or_not")
     assert _has_byte_code("no_such_package")
     assert _has_byte_code("itertools"), "which has no source"
+
+
+def test_what_the_exact_pair_ends_stands_together_and_is_ended(view_of, plain_file):
+    report = examine(view_of("verl"))
+    assert len(report.together) > 8
+    assert {one.severity for one in report.together} == {Severity.EXACTNESS}
+    assert set(report.together) <= set(report.violations)
+    with_pair = View(read([str(plain_file), *shlex.split(report.together_remedy)]).config, GPU_MACHINE)
+    left = {(one.rule, one.key) for first in examine(with_pair).violations for one in (first, *first.also)}
+    assert not left & {(one.rule, one.key) for one in report.together}
+
+
+def test_what_the_exact_pair_does_not_end_keeps_a_remedy_of_its_own(view_of):
+    report = examine(view_of("verl", {"actor_rollout_ref.model.lora_rank": 8}))
+    (lora,) = [one for one in report.violations if one.rule == "exact.lora"]
+    assert lora not in report.together
+    assert examine(view_of("vexact", {"actor_rollout_ref.model.use_liger": True})).together == ()
+
+
+def test_of_a_value_that_cannot_be_meant_no_other_rule_speaks(view_of):
+    report = examine(view_of("verl", {"actor_rollout_ref.rollout.n": "x"}))
+    (wrong,) = [one for one in report.violations if one.key == "actor_rollout_ref.rollout.n"]
+    assert (wrong.rule, wrong.also) == ("start.values", ())
+    right = {row.check.name: row.until for row in report.checks if row.state == "not looked at"}
+    assert set(right.values()) == {"values"}
+    assert "data" in right
+
+
+def test_what_is_of_the_machine_is_marked(view_of):
+    found = examine(view_of("verl", machine=Machine((), {}, VERSIONS, frozenset(), disk=2**50))).violations
+    marked = [one for one in found if one.of_machine]
+    assert marked
+    assert not [one for one in examine(view_of("verl", machine=None)).violations if one.of_machine]

@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from verl_tim.commands.output import bad_input, print_json, stdout, table
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.text import Text
-
-    from verl_tim.doctor.examine import Report
-    from verl_tim.doctor.rule import Violation
-    from verl_tim.doctor.source import Source
+from verl_tim.commands.output import bad_input, print_json, stdout
 
 NAME = "doctor"
 HELP = (
@@ -29,8 +21,6 @@ _NONE_NAMED = """No run was named: that was {source}, the default, as it is. A r
     verl-tim doctor recipe=NAME KEY=VALUE ...   what verl-tim train is given
     verl-tim doctor FILE.yaml KEY=VALUE ...     any config of verl's
     verl-tim doctor RUN_FOLDER                  the config of a run that was started"""
-
-_COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}
 
 
 def command(
@@ -48,9 +38,11 @@ def command(
     exact: Annotated[
         bool, typer.Option("--exact", help="What breaks exactness is an error, also where a mismatch was chosen.")
     ] = False,
+    why: Annotated[bool, typer.Option("--why", help="With every finding, the reason for its rule.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Examine a config."""
+    from verl_tim.commands.doctor_text import show
     from verl_tim.doctor.examine import examine
     from verl_tim.doctor.machine import Machine
     from verl_tim.doctor.source import read
@@ -73,56 +65,25 @@ def command(
                 "counts": result.counts,
                 "violations": [violation.to_mapping() for violation in result.violations],
                 "checks": [
-                    {"name": row.check.name, "state": row.state, "findings": [vars(one) for one in row.findings]}
+                    {
+                        "name": row.check.name,
+                        "state": row.state,
+                        "until": row.until,
+                        "findings": [vars(one) for one in row.findings],
+                    }
                     for row in result.checks
                 ],
+                "together": {
+                    "remedy": result.together_remedy if result.together else None,
+                    "rules": [one.rule for one in result.together],
+                },
                 "correction": correction.to_mapping() if correction is not None else None,
                 "notes": [one.to_mapping() for one in result.violations if one.level.value == "note"],
             }
         )
     else:
-        _show(source, result, correction.describe() if correction is not None else "", machine=machine)
+        show(source.name, result, correction, machine=machine, why=why)
         if not (words or config_path or config_name):
             stdout().print(_NONE_NAMED.format(source=source.name), markup=False, soft_wrap=True)
     if result.errors:
         raise typer.Exit(1)
-
-
-def _show(source: Source, result: Report, correction: str, *, machine: bool) -> None:
-    from rich.text import Text
-
-    colours = {"ok": "green", "fails": "red", "made at start": "dim", "not looked at": "yellow"}
-    rows = [(row.check.name, row.check.looks_at, f"[{colours[row.state]}]{row.state}[/]") for row in result.checks]
-    table(f"Start-up checks of {source.name}", ("check", "looks at", "state"), rows)
-    if correction:
-        stdout().print(correction, markup=False, soft_wrap=True)
-    console = stdout()  # what was found is the result: `doctor FILE > log` keeps it
-    for one in result.violations:
-        _say(console, one, lead=Text(f"{one.key}: ", style=f"bold {_COLOURS[one.level.value]}"))
-        for other in one.also:
-            _say(console, other, lead=Text("  also: ", style="bold"))
-    counts = ", ".join(f"{number} {level}{'s' * (number != 1)}" for level, number in result.counts.items())
-    if blocking := sum(one.blocks for one in result.violations):
-        counts += f"; {blocking} of the errors keep{'s' * (blocking == 1)} the run from starting"
-    if result.violations:
-        said = f"In {source.name}{' and on this machine' if machine else ''}: {counts}."
-    elif machine:
-        said = f"Nothing found in {source.name}, nor on this machine: this run can start."
-    else:
-        said = f"Nothing found in {source.name}."
-    console.print(said if machine else f"{said} This machine was left out.", markup=False, soft_wrap=True)
-
-
-def _say(console: Console, one: Violation, *, lead: Text) -> None:
-    """What one rule found: what is there, which rule says so and why, what to do."""
-    from rich.text import Text
-
-    words = [one.level.value]
-    # what does not start hangs nowhere, and a note's severity is its level
-    if one.severity.value != "note" and not (one.blocks and one.rule.startswith("start.")):
-        words.append(one.severity.value)
-    if one.blocks:
-        words.append("keeps the run from starting")
-    console.print(Text.assemble(lead, one.problem), soft_wrap=True)
-    console.print(Text(f"  {one.rule} ({', '.join(words)}): {one.why}", style="dim"))
-    console.print(Text.assemble(("  -> ", "bold"), one.remedy), soft_wrap=True)

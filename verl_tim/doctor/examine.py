@@ -9,6 +9,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from verl_tim.doctor.pair import PAIR, mended_by_pair
 from verl_tim.doctor.rule import Level, Rule, Severity, Violation
 from verl_tim.doctor.rules import OWN, start
 from verl_tim.doctor.view import View
@@ -19,16 +20,22 @@ from verl_tim.training.remedy import typeable
 
 # Checks of things that are made at the start, where a config leaves them to this package and names no path.
 _MADE = {"model": "actor_rollout_ref.model.path", "tokenizer": "actor_rollout_ref.model.path"}
+_VALUES = start.CHECK_RULES["values"].id
 _MADE_DATA = ("data.train_files", "data.val_files")
 
 
 @dataclass(frozen=True)
 class CheckState:
-    """A start-up check, and how it went: ok, fails, made at start, or not looked at."""
+    """A start-up check, and how it went: ok, fails, made at start, or not looked at.
+
+    Attributes:
+        until: of one that was not looked at: the check that has to pass before it can be.
+    """
 
     check: Check
     state: str
     findings: tuple[Finding, ...] = ()
+    until: str | None = None
 
 
 @dataclass(frozen=True)
@@ -39,10 +46,13 @@ class Report:
         violations: errors first, of those what keeps a run from starting first, then what ends it later; one per
             setting, and otherwise in the order of the rules.
         checks: the start-up checks that apply to this config.
+        together: those of the violations that one remedy mends, and that remedy; empty where the config has it.
     """
 
     violations: tuple[Violation, ...]
     checks: tuple[CheckState, ...]
+    together: tuple[Violation, ...] = ()
+    together_remedy: str = ""
 
     @property
     def errors(self) -> tuple[Violation, ...]:
@@ -75,9 +85,20 @@ def examine(view: View, *, exact: bool = False, folder_is_free: bool = True, dam
         level = Level.ERROR if blocks else _level(rule.severity, held_to_exactness)
         remedy = typeable(finding.remedy or rule.remedy, view.given)
         violations.append(
-            Violation(rule.id, rule.severity, level, _key(finding), finding.problem, rule.why, remedy, blocks)
+            Violation(
+                rule.id,
+                rule.severity,
+                level,
+                _key(finding),
+                finding.problem,
+                rule.why,
+                remedy,
+                blocks,
+                of_machine=rule.needs_machine,
+            )
         )
-    return Report(tuple(_one_per_setting(view, sorted(dict.fromkeys(violations), key=_weight))), checks)
+    told = tuple(_one_per_setting(view, sorted(dict.fromkeys(violations), key=_weight)))
+    return Report(told, checks, mended_by_pair(view, told), typeable(PAIR, view.given))
 
 
 def _weight(violation: Violation) -> tuple[int, int]:
@@ -89,7 +110,8 @@ def _weight(violation: Violation) -> tuple[int, int]:
 def _one_per_setting(view: View, violations: Iterable[Violation]) -> list[Violation]:
     """A setting has one value, so what several rules find in it is one mistake: the first leads, with the others in it.
 
-    What is found in a group as a whole stays apart: it may be about different keys of the group.
+    What is found in a group as a whole stays apart: it may be about different keys of the group. Of a value that
+    nobody can mean, rules have only what they read in its place to speak of.
     """
     by_key: dict[str, list[Violation]] = {}
     apart: list[list[Violation]] = []
@@ -98,7 +120,10 @@ def _one_per_setting(view: View, violations: Iterable[Violation]) -> list[Violat
             by_key[one.key] = []
             apart.append(by_key[one.key])
         by_key[one.key].append(one)
-    return [first._replace(also=tuple(others)) for first, *others in apart]
+    return [
+        first._replace(also=tuple(one for one in others if one.blocks or first.rule != _VALUES))
+        for first, *others in apart
+    ]
 
 
 def _level(severity: Severity, held_to_exactness: bool) -> Level:
@@ -133,6 +158,7 @@ def _start(
     others = [check for check in looks if check.run is not verl_config.check_verl_tim]
     ran = dict(run_checks(view.config, others))
     cut_short = len(ran) < len(others)
+    last = list(ran)[-1].name
     by_key: dict[str, tuple[Rule, Finding]] = {}
     states = []
     for check in looks:
@@ -149,7 +175,8 @@ def _start(
         findings = [
             replace(one, remedy=typeable(one.remedy, view.given)) for one in one_per_key(one for _, one in pairs)
         ]
-        states.append(CheckState(check, _state(check, findings, looked, view), tuple(findings)))
+        state = _state(check, findings, looked, view)
+        states.append(CheckState(check, state, tuple(findings), last if state == "not looked at" else None))
     return tuple(states), list(by_key.values())
 
 

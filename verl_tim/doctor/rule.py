@@ -72,6 +72,7 @@ class Violation(NamedTuple):
     Attributes:
         blocks: it also keeps a run from starting.
         also: of other rules, about the same key; they have none themselves.
+        of_machine: it was found by looking at this machine.
     """
 
     rule: str
@@ -83,6 +84,7 @@ class Violation(NamedTuple):
     remedy: str
     blocks: bool = False
     also: tuple[Violation, ...] = ()
+    of_machine: bool = False
 
     def to_mapping(self) -> dict[str, Any]:
         """For JSON."""

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from verl_tim.correction import ConfigError, RolloutCorrectionConfig, UnderscoreNumber
 from verl_tim.doctor.machine import Gpu, Machine
@@ -55,6 +55,17 @@ class View(start_checks.View):
         super().__init__(config)
         self.machine = machine
         self.underscore_numbers = tuple(underscore_numbers)
+
+    def changed(self, overrides: Sequence[str]) -> View:
+        """The same machine and model under a config with `KEY=VALUE` overrides, in verl's own keys."""
+        config = copy.deepcopy(self.given)
+        with open_dict(config):
+            config.merge_with(OmegaConf.from_dotlist(list(overrides)))
+        other = View(config, self.machine, self.underscore_numbers)
+        for name in ("model_config", "tokenizer", "parameters"):
+            if name in self.__dict__:  # read once
+                other.__dict__[name] = self.__dict__[name]
+        return other
 
     # --- values -----------------------------------------------------------------------------------------------------
 
