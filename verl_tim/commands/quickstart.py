@@ -136,7 +136,7 @@ def run_or_reuse(config: DictConfig, *, label: str) -> None:
         shutil.rmtree(run_dir)
     outcome = train.run(config, label=label)
     if outcome.exit_code != 0:
-        train.explain_failure(outcome)
+        train.explain_failure(outcome, go_on="the same command begins this run anew; finished ones are not repeated")
         problem = "\n".join([f"{label}: verl ended with exit code {outcome.exit_code}", *outcome.cause])
         raise Failure([Finding(KEY, problem, f"read {outcome.log}")], outcome.exit_code)
 

@@ -73,7 +73,7 @@ def command(
     with bad_input():
         outcome = run(config, label=str(config.trainer.experiment_name))
     if outcome.exit_code != 0:
-        explain_failure(outcome)
+        explain_failure(outcome, go_on=how_to_go_on(config))
     print_json(summary(config, outcome)) if as_json else show(config, outcome)
     raise typer.Exit(outcome.exit_code)
 
@@ -113,7 +113,7 @@ def _several(overrides: list[str], limits: tuple[int, float | None] | None, *, d
     def one(config: DictConfig, name: str) -> int:
         ended[name] = outcome = run(again(config), label=name)
         if outcome.exit_code != 0:
-            explain_failure(outcome)
+            explain_failure(outcome, go_on="the same command goes on with it")
         return outcome.exit_code
 
     def say(line: str) -> None:
@@ -226,10 +226,13 @@ def _run_once(config: DictConfig, *, label: str) -> Outcome:
 
     from verl_tim.commands.progress import RunProgress
     from verl_tim.launch.process import run_verl, shell_line, verl_command
-    from verl_tim.launch.run_folder import claim
+    from verl_tim.launch.run_folder import begins_anew, claim
 
-    folder = claim(config).path
     console = stderr()
+    anew = begins_anew(config)
+    folder = claim(config).path
+    if anew:
+        console.print(anew, markup=False, soft_wrap=True)
     console.print(f"[dim]run folder {folder}\n{shell_line(verl_command(Path(folder)))}[/]", soft_wrap=True)
     with RunProgress(console, label, config.trainer.total_training_steps) as progress:
         return run_verl(folder, on_step=progress.on_step, on_start=progress.on_start)
@@ -274,8 +277,29 @@ def show(config: DictConfig, outcome: Outcome) -> None:
     table(str(config.trainer.experiment_name), ("", ""), rows)
 
 
-def explain_failure(outcome: Outcome) -> None:
-    """The end of the traceback and where the log is, on stderr."""
+def how_to_go_on(config: DictConfig) -> str:
+    """What to type after a run that was stopped."""
+    import shlex
+
+    from verl_tim.launch.restarts import checkpoint_in_words, resuming
+    from verl_tim.launch.run_folder import KEY, has_checkpoint
+
+    folder = str(config.tim.run_dir)
+    if has_checkpoint(config):
+        words = f"trainer.resume_mode=auto {shlex.quote(f'{KEY}={folder}')}"
+        return f"to go on from {checkpoint_in_words(resuming(config))}: the same command with {words}"
+    return (
+        "it left no checkpoint to go on from (trainer.save_freq): to begin anew give another folder "
+        f"({KEY}=runs/NAME), or remove {folder}"
+    )
+
+
+def explain_failure(outcome: Outcome, *, go_on: str) -> None:
+    """The end of the traceback and where the log is, on stderr.
+
+    Args:
+        go_on: how to go on with a run that was stopped.
+    """
     from rich.text import Text
 
     from verl_tim.launch.exit_code import INTERRUPTED
@@ -288,3 +312,5 @@ def explain_failure(outcome: Outcome) -> None:
         for line in outcome.cause:
             console.print(Text("  " + line), soft_wrap=True)
     console.print(f"the whole log: {outcome.log}", soft_wrap=True)
+    if outcome.exit_code == INTERRUPTED:
+        console.print(go_on, markup=False, soft_wrap=True)
