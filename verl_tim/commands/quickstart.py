@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from verl_tim.commands.output import Failure, bad_input, print_json, stderr, stdout, table, writing
+from verl_tim.commands.output import Failure, bad_input, before_the_start, print_json, stderr, stdout, table, writing
 from verl_tim.commands.places import refuse_foreign
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def command(
 
     started = time.monotonic()
     folder = folder.absolute()
-    with bad_input():
+    with bad_input(), before_the_start():
         _say("1/5", "model and data: made once, then found again")
         if against not in PEERS:
             raise LaunchError.of("--against", f"is {against!r}", f"choose one of {', '.join(PEERS)}")

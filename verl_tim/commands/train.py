@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from verl_tim.commands.output import bad_input, print_json, print_text, stderr, stdout, table
+from verl_tim.commands.output import bad_input, before_the_start, print_json, print_text, stderr, stdout, table
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -49,9 +49,10 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> None:
     """Train."""
-    from verl_tim.launch.matrix import asks_for_several
-    from verl_tim.launch.start import ready
-    from verl_tim.training.correction_config import of_run
+    with before_the_start():  # importing takes seconds
+        from verl_tim.launch.matrix import asks_for_several
+        from verl_tim.launch.start import ready
+        from verl_tim.training.correction_config import of_run
 
     if restarts is not None:
         overrides = [*(overrides or []), f"tim.restarts.limit={restarts}"]
@@ -61,7 +62,7 @@ def command(
     if at_once is not None or minutes is not None:
         with bad_input():
             raise _one_run()
-    with bad_input():
+    with bad_input(), before_the_start():
         stderr().print("[dim]composing and checking[/]")
         config = ready(overrides or [])
     stderr().print(of_run(config).describe(), style="dim", markup=False, soft_wrap=True)
@@ -98,12 +99,14 @@ def _several(overrides: list[str], limits: tuple[int, float | None] | None, *, d
     from verl_tim.launch.start import ready_of_several
 
     with bad_input():
-        matrix = matrix_of(*split_recipe(overrides))
+        with before_the_start():
+            matrix = matrix_of(*split_recipe(overrides))
         if limits is not None and not dry_run:
             return _side_by_side(matrix, limits, began, as_json=as_json)
-        stderr().print("[dim]composing and checking every run[/]")
-        others = _tell_changed(matrix)
-        configs = prepared(matrix, ready_of_several())
+        with before_the_start():
+            stderr().print("[dim]composing and checking every run[/]")
+            others = _tell_changed(matrix)
+            configs = prepared(matrix, ready_of_several())
     if dry_run:
         _list_runs(matrix, set(configs), others, as_json=as_json)
         return 0
@@ -165,7 +168,7 @@ def _side_by_side(matrix: Matrix, limits: tuple[int, float | None], began: float
     states: list[RunState] = []
     others: dict[str, dict[str, Any]] = {}
     try:
-        with stop_requests(), within(left()):
+        with stop_requests(), within(left()), before_the_start():
             others = _tell_changed(matrix)
             configs = prepared(matrix, ready_of_several())
         with RunsProgress(stderr()) as progress:
