@@ -18,9 +18,7 @@ HELP = "Start a run on a cluster: a file for Slurm, KubeRay, SkyPilot or ray job
 
 app = typer.Typer(no_args_is_help=True)
 
-Words = Annotated[
-    list[str] | None, typer.Argument(metavar="[recipe=NAME] [KEY=VALUE]...", help="As for `verl-tim train`.")
-]
+Words = Annotated[list[str] | None, typer.Argument(metavar="[RECIPE] [KEY=VALUE]...", help="As for `verl-tim train`.")]
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write the file there instead of printing it.")]
 Submit = Annotated[bool, typer.Option("--submit", help="Hand it to the scheduler, whose command must be here.")]
 Preflight = Annotated[

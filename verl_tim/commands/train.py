@@ -28,7 +28,8 @@ HELP = (
 
 def command(
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[recipe=NAME] [KEY=VALUE]...", help="Hydra overrides.")
+        list[str] | None,
+        typer.Argument(metavar="[RECIPE] [KEY=VALUE]...", help="A recipe, by name or recipe=, then Hydra overrides."),
     ] = None,
     multirun: Annotated[
         bool, typer.Option("-m", "--multirun", help="One run for each of several values: data.seed=1,2,3.")
