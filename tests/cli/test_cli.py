@@ -377,6 +377,25 @@ def test_quickstart_marks_the_gates_report_and_replaces_no_other(monkeypatch, sm
     assert not (folder / "vexact").exists()
 
 
+def test_quickstart_says_why_the_gate_runs_again(monkeypatch, small, fake_verl, tmp_path):
+    fake_verl()
+    gates = []
+
+    def verify(run_dir, result):
+        gates.append(run_dir.name)
+        result.write_text('{"about": "written by verl-tim quickstart"}')
+        return {"exit_code": 0, "report": {}}
+
+    monkeypatch.setattr(quickstart, "verify", verify)
+    words = ["quickstart", "--dir", f"{tmp_path}/quick", *(word for word in small if "run_dir" not in word)]
+    line = "it runs each time: what it tests is the code that is installed now"
+    first, again = runner.invoke(app, words), runner.invoke(app, words)
+    assert (first.exit_code, again.exit_code) == (0, 0), again.stderr
+    assert gates == ["vexact", "vexact"]
+    assert line not in first.stderr
+    assert line in again.stderr
+
+
 def test_quickstart_against_vllm(monkeypatch, small, fake_verl, tmp_path):
     fake_verl()
     monkeypatch.setattr("verl_tim.launch.checks.machine.is_cpu_build", lambda: True)

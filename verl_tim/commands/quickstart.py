@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 NAME = "quickstart"
 HELP = (
     "Build model and data, run GRPO with an exact rollout and with one that mismatches, verify, compare. "
-    "No GPU, no download, minutes. Finished runs are not repeated."
+    "No GPU, no download, minutes. Finished runs are not repeated; the exactness gate is."
 )
 
 RECIPE = "cpu_grpo"
@@ -64,6 +64,8 @@ def command(
     verified: dict[str, Any] | None = None
     if not skip_verify:
         _say("4/5", "the exactness gate")
+        if (folder / GATE).is_file():
+            stderr().print("[dim]it runs each time: what it tests is the code that is installed now[/]")
         verified = verify(folder / EXACT, folder / GATE)
     _say("5/5", "comparison")
     from verl_tim.commands.compare import compare_runs
