@@ -25,44 +25,6 @@ from verl_tim.tasks.task_data import task_files
 runner = CliRunner()
 
 
-@pytest.fixture
-def small(tmp_path, model_folder):
-    """Overrides under which nothing is made and nothing is looked for outside the test's folder."""
-    return [
-        f"actor_rollout_ref.model.path={model_folder}",
-        f"tim.cache_dir={tmp_path}/cache",
-        f"tim.run_dir={tmp_path}/run",
-        "tim.task.train_size=32",
-        "tim.task.val_size=4",
-        "trainer.total_training_steps=2",
-    ]
-
-
-@pytest.fixture
-def fake_verl(monkeypatch, tmp_path):
-    """verl replaced by a script that logs what it is told to, and ends as it is told to."""
-
-    def use(rewards=(0.2, 0.4), exit_code=0, last_words=""):
-        script = tmp_path / "fake_verl.py"
-        steps = [
-            {"step": 0, "data": {"val-core/chain_sum/reward/mean@1": 0.25}},
-            *(
-                {"step": number, "data": {"critic/score/mean": reward, "tim/delta_abs_max": 0.0, "timing_s/step": 1.5}}
-                for number, reward in enumerate(rewards, start=1)
-            ),
-        ]
-        script.write_text(
-            "import json, sys\n"
-            f"steps = {steps!r}\n"
-            "open(sys.argv[1] + '/metrics.jsonl', 'w').write(''.join(json.dumps(step) + '\\n' for step in steps))\n"
-            f"print({last_words!r})\n"
-            f"sys.exit({exit_code})\n"
-        )
-        monkeypatch.setattr(process, "verl_command", lambda run_dir: [sys.executable, str(script), str(run_dir)])
-
-    return use
-
-
 def test_help_answers_within_a_second_and_loads_nothing_heavy():
     started = time.monotonic()
     heavy = ("torch", "ray", "verl", "hydra", "transformers", "plotly")
@@ -426,6 +388,25 @@ def test_quickstart_marks_the_gates_report_and_replaces_no_other(monkeypatch, sm
     assert not (folder / "vexact").exists()
 
 
+def test_quickstart_says_why_the_gate_runs_again(monkeypatch, small, fake_verl, tmp_path):
+    fake_verl()
+    gates = []
+
+    def verify(run_dir, result):
+        gates.append(run_dir.name)
+        result.write_text('{"about": "written by verl-tim quickstart"}')
+        return {"exit_code": 0, "report": {}}
+
+    monkeypatch.setattr(quickstart, "verify", verify)
+    words = ["quickstart", "--dir", f"{tmp_path}/quick", *(word for word in small if "run_dir" not in word)]
+    line = "it runs each time: what it tests is the code that is installed now"
+    first, again = runner.invoke(app, words), runner.invoke(app, words)
+    assert (first.exit_code, again.exit_code) == (0, 0), again.stderr
+    assert gates == ["vexact", "vexact"]
+    assert line not in first.stderr
+    assert line in again.stderr
+
+
 def test_quickstart_against_vllm(monkeypatch, small, fake_verl, tmp_path):
     fake_verl()
     monkeypatch.setattr("verl_tim.launch.checks.machine.is_cpu_build", lambda: True)
@@ -447,6 +428,15 @@ def test_quickstart_stops_at_a_failing_run(small, fake_verl, tmp_path):
     assert result.exit_code == 5
     assert "ValueError: no" in result.stderr
     assert not (tmp_path / "quick/stock").exists()
+
+
+def test_quickstart_that_is_stopped_says_that_the_same_command_goes_on(small, fake_verl, tmp_path):
+    fake_verl(rewards=(0.2,), exit_code=130)
+    words = ["quickstart", "--dir", f"{tmp_path}/quick", *(word for word in small if "run_dir" not in word)]
+    result = runner.invoke(app, words)
+    assert result.exit_code == 130
+    assert "the same command begins this run anew; finished ones are not repeated" in result.stderr
+    assert "trainer.resume_mode" not in result.stderr
 
 
 def test_quickstart_with_json_says_which_run_failed(small, fake_verl, tmp_path):

@@ -70,7 +70,7 @@ def test_a_server_that_died_meanwhile_is_told_of(terminal):
     assert "step 2: a rollout server died" in said
 
 
-def test_a_ladder_has_a_line_per_scenario_as_it_ends(capsys):
+def test_a_ladder_has_a_line_per_scenario_as_it_begins_and_as_it_ends(capsys):
     said = []
 
     def scenario(name):
@@ -83,13 +83,29 @@ def test_a_ladder_has_a_line_per_scenario_as_it_ends(capsys):
     rungs = [Rung("rung", [(name, lambda name=name: scenario(name)) for name in names])]
     with Work("model, bfloat16") as work:
         verify.climb_showing(rungs, work)
-    assert said[0] == "model, bfloat16\n"
+    assert said[0].splitlines() == ["model, bfloat16", "model, bfloat16: scenario 1 of 3: rung, first"]
     # nothing was compared in the first, so it fails too: what stands there is the result's own word
     assert [line for text in said[1:] for line in text.splitlines()] == [
         "model, bfloat16: rung, first: FAILED, 1.2 s",
+        "model, bfloat16: scenario 2 of 3: rung, second",
         "model, bfloat16: rung, second: FAILED, 1.2 s",
+        "model, bfloat16: scenario 3 of 3: rung, third",
     ]
     assert capsys.readouterr().err == "model, bfloat16: rung, third: FAILED, 0.0 s\n"
+
+
+def test_on_a_terminal_the_bar_names_the_scenario_that_runs(monkeypatch):
+    shown, seen = io.StringIO(), []
+    monkeypatch.setattr(progress, "stderr", lambda: Console(file=shown, force_terminal=True, width=100))
+    with Work("model") as work:
+
+        def scenario(name):
+            seen.append(work._bar.tasks[0].description)
+            return ScenarioResult(name, exact=False)
+
+        verify.climb_showing([Rung("rung", [(name, lambda name=name: scenario(name)) for name in ("a", "b")])], work)
+    assert seen == ["model: rung, a", "model: rung, b"]
+    assert "scenario 1 of 2" not in shown.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -130,6 +146,42 @@ def test_a_start_on_a_terminal_is_in_the_live_line(clock):
     assert "start," not in shown.getvalue()
     assert "starting Ray" in shown.getvalue()
     assert "reward 0.5" in shown.getvalue()
+
+
+STEPS = (
+    Step(0, {"val-core/chain_sum/reward/mean@1": 0.25}),
+    Step(1, {"critic/score/mean": 0.5}),
+    Step(2, {"critic/score/mean": 0.625, "val-core/chain_sum/reward/mean@1": 0.75}),
+    Step(3, {"critic/score/mean": 0.5}),
+)
+
+
+def steps_through(console, *steps):
+    with RunProgress(console, "run", 3) as shown:
+        for step in steps:
+            shown.on_step(step)
+
+
+def test_a_validation_stands_on_the_line_of_its_own_step():
+    shown = io.StringIO()
+    steps_through(Console(file=shown, width=200), *STEPS)
+    assert shown.getvalue().splitlines() == [
+        "run: step 0/3  validation 0.25",
+        "run: step 1/3  reward 0.5",
+        "run: step 2/3  reward 0.625, validation 0.75",
+        "run: step 3/3  reward 0.5",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("count", "last"),
+    [(2, "reward 0.5, validation 0.25 at step 0"), (3, "reward 0.625, validation 0.75")],
+)
+def test_the_one_line_of_a_terminal_says_at_which_step_the_last_validation_was(count, last):
+    shown = io.StringIO()
+    steps_through(Console(file=shown, force_terminal=True, width=200), *STEPS[:count])
+    final = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.getvalue()).replace("\r", "\n").rstrip().splitlines()[-1]
+    assert final.rstrip().endswith(last)
 
 
 def test_of_several_runs_each_says_how_far_its_start_is():

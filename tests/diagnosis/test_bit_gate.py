@@ -169,13 +169,15 @@ def text_of(renderable):
 
 
 def test_all_pass():
-    seen = []
+    seen, begun = [], []
     outcome = climb(
         [rung("1 reproducible", passing("twice")), rung("2 invariant", passing("alone"), passing("in company"))],
         on_result=lambda name, result: seen.append((name, result.name)),
+        on_begin=lambda *names: begun.append((names, len(seen))),
     )
     assert outcome.exit_code == 0
     assert seen == [("1 reproducible", "twice"), ("2 invariant", "alone"), ("2 invariant", "in company")]
+    assert begun == [(names, number) for number, names in enumerate(seen)]
     assert outcome.summary() == "PASS: 3 scenarios, 192 log-probs compared, 0 bits differ"
     json.dumps(outcome.to_dict())
 

@@ -9,8 +9,18 @@ import pytest
 from omegaconf import OmegaConf
 
 from verl_tim.launch import prepare
-from verl_tim.launch.checks import all_findings, data, keys, machine, model, prometheus, verl_config
-from verl_tim.launch.errors import LaunchError
+from verl_tim.launch.checks import (
+    Check,
+    all_findings,
+    data,
+    keys,
+    machine,
+    model,
+    prometheus,
+    run_checks,
+    verl_config,
+)
+from verl_tim.launch.errors import Finding, LaunchError
 from verl_tim.launch.run_folder import check_free, claim
 from verl_tim.launch.start import composed, make_ready
 
@@ -591,3 +601,33 @@ def test_a_registration_that_failed_stops_the_start(monkeypatch):
     monkeypatch.setitem(plugin._failed, "register_rollouts", RuntimeError("no such registry"))
     with pytest.raises(LaunchError, match="no such registry"):
         start.make_ready(OmegaConf.create({}))
+
+
+def test_what_is_misspelt_is_looked_for_once_and_told_to_the_check_that_needs_it():
+    asked = []
+
+    def spelling(config):
+        asked.append("spelling")
+        yield Finding("data.sed", "is not a key", "did you mean data.seed?")
+
+    def of_verl(config, *, misspelt):
+        asked.append(misspelt)
+        return []
+
+    rows = [Check("spelling", "", spelling, names_misspelt=True), Check("verl", "", of_verl, takes_misspelt=True)]
+    config = OmegaConf.create({})
+    assert [check.name for check, _ in run_checks(config, rows)] == ["spelling", "verl"]
+    assert [check.name for check, _ in run_checks(config, rows, spelt=True)] == ["verl"]
+    run_checks(config, rows[1:])
+    # known to be right only where the caller says so: of nobody who looked, the check looks itself
+    assert asked == ["spelling", ["data.sed"], [], None]
+
+
+def test_a_finding_of_what_the_others_compute_with_ends_the_list():
+    def finds(config):
+        yield Finding("data.seed", "is wrong", "mend it")
+
+    rows = [Check("one", "", finds, ends_the_list=True), Check("two", "", finds)]
+    assert [check.name for check, _ in run_checks(OmegaConf.create({}), rows)] == ["one"]
+    rows = [Check("one", "", lambda config: [], ends_the_list=True), Check("two", "", finds)]
+    assert [check.name for check, _ in run_checks(OmegaConf.create({}), rows)] == ["one", "two"]

@@ -424,13 +424,14 @@ def test_a_damaged_record_names_itself(verl, tmp_path, file, content, named):
 
 
 def test_a_record_that_a_full_disk_cut_off_is_read_up_to_there_and_goes_on(tmp_path):
+    from verl_tim.diagnosis.run_folder import ATTEMPTS_NAME
     from verl_tim.launch.process import Outcome
-    from verl_tim.launch.restarts import ATTEMPTS, record
+    from verl_tim.launch.restarts import record
 
-    (tmp_path / ATTEMPTS).write_text('{"attempt": 1, "seconds": 2.5}\n{"attempt": 2, "sec')
+    (tmp_path / ATTEMPTS_NAME).write_text('{"attempt": 1, "seconds": 2.5}\n{"attempt": 2, "sec')
     assert took(tmp_path).seconds == 2.5
     record(tmp_path, Outcome(0, 4.0, (), tmp_path / "log", ()))
-    entries = [json.loads(line) for line in (tmp_path / ATTEMPTS).read_text().splitlines()]
+    entries = [json.loads(line) for line in (tmp_path / ATTEMPTS_NAME).read_text().splitlines()]
     assert [entry["attempt"] for entry in entries] == [1, 2]
     assert took(tmp_path).seconds == 6.5
 

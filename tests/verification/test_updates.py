@@ -39,7 +39,7 @@ def test_a_model_that_is_certain_of_every_token_passes_nothing(tmp_path):
 def test_an_update_without_a_gradient_fails_its_scenario_by_name(random_models, monkeypatch):
     monkeypatch.setattr(InProcessTrainer, "update", lambda *_: 0.0)
     scenarios = dict(next(rung for rung in ladder(subject(random_models["qwen3"])) if rung.name == "weights").scenarios)
-    for title in ("After weight updates", "Update in flight", "Partial rollouts"):
+    for title in ("after weight updates", "update in flight", "partial rollouts"):
         result = scenarios[title]()
         assert result.name == title
         assert "gradient norm 0.0" in result.failures[0]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from verl_tim.commands.output import bad_input, print_text, stderr, writing
+from verl_tim.commands.output import bad_input, before_the_start, print_text, stderr, writing
 
 if TYPE_CHECKING:
     from verl_tim.launchers.job import Job
@@ -18,9 +18,7 @@ HELP = "Start a run on a cluster: a file for Slurm, KubeRay, SkyPilot or ray job
 
 app = typer.Typer(no_args_is_help=True)
 
-Words = Annotated[
-    list[str] | None, typer.Argument(metavar="[recipe=NAME] [KEY=VALUE]...", help="As for `verl-tim train`.")
-]
+Words = Annotated[list[str] | None, typer.Argument(metavar="[RECIPE] [KEY=VALUE]...", help="As for `verl-tim train`.")]
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write the file there instead of printing it.")]
 Submit = Annotated[bool, typer.Option("--submit", help="Hand it to the scheduler, whose command must be here.")]
 Preflight = Annotated[
@@ -66,7 +64,7 @@ def _launch(launcher: str, words: list[str], output: Path | None, *, submit: boo
         "kuberay": kuberay.manifest,
         "skypilot": skypilot.task,
     }[launcher]
-    with bad_input():
+    with bad_input(), before_the_start():
         if asks_for_several(words):
             raise LaunchError.of("+matrix", "asks for several runs", "launch its runs one by one")
         if output is not None and (output.is_dir() or not output.parent.is_dir()):

@@ -177,6 +177,16 @@ def bad_input() -> Iterator[None]:
 
 
 @contextmanager
+def before_the_start() -> Iterator[None]:
+    """Ctrl-C in what comes before anything is started is one line, and stays an interrupt."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        stderr().print("stopped before anything was started")
+        raise
+
+
+@contextmanager
 def writing(key: str = "--out") -> Iterator[None]:
     """Turn a place that cannot be written to into a finding of the option that named it; for within `bad_input`."""
     from verl_tim.launch.errors import LaunchError

@@ -29,7 +29,7 @@ class RunProgress:
         self._console = console
         self._label = label
         self._total = total
-        self._validation: float | None = None
+        self._validation: tuple[float, int] | None = None
         self._began = time.monotonic()
         self._live = Progress(
             SpinnerColumn(),
@@ -63,17 +63,21 @@ class RunProgress:
         """Show one line of metrics."""
         score = validation_of(step.metrics)
         if score is not None:
-            self._validation = score
+            self._validation = score, step.number
         shown = (
             ("reward", step.metrics.get(REWARD), ""),
             ("mismatch", mismatch_of(step.metrics), ""),
             ("step", step.metrics.get(STEP_TIME), " s"),
         )
         parts = [f"{name} {number(value)}{unit}" for name, value, unit in shown if value is not None]
-        if self._validation is not None:
-            parts.append(f"validation {number(self._validation)}")
-        state = ", ".join(parts)
-        self._live.update(self._task, completed=step.number, state=state)
+        if score is not None:
+            parts.append(f"validation {number(score)}")
+        state = live = ", ".join(parts)
+        if score is None and self._validation is not None:
+            # this line replaces that of the step which had it
+            value, at = self._validation
+            live = ", ".join([*parts, f"validation {number(value)} at step {at}"])
+        self._live.update(self._task, completed=step.number, state=live)
         if restarts := step.metrics.get(RESTARTS):
             self._console.print(
                 f"{self._label}: step {step.number}: a rollout server died and was started again "
@@ -125,6 +129,11 @@ class Work:
     def doing(self, what: str) -> None:
         """What is under way; for the bar."""
         self._bar.update(self._task, description=f"{self._label}: {what}")
+
+    def begun(self, kind: str, what: str) -> None:
+        """The next thing of this kind, which is worth a line: it may take long."""
+        self.doing(what)
+        self._say(f"{self._label}: {kind} {self._done + 1} of {self._total or '?'}: {what}")
 
     def advance(self) -> None:
         """One thing more is done. Of many small ones a line now and then is enough."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from verl_tim.commands.output import Failure, bad_input, print_json, stderr, stdout, table, writing
+from verl_tim.commands.output import Failure, bad_input, before_the_start, print_json, stderr, stdout, table, writing
 from verl_tim.commands.places import refuse_foreign
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 NAME = "quickstart"
 HELP = (
     "Build model and data, run GRPO with an exact rollout and with one that mismatches, verify, compare. "
-    "No GPU, no download, minutes. Finished runs are not repeated."
+    "No GPU, no download, minutes. Finished runs are not repeated; the exactness gate is."
 )
 
 RECIPE = "cpu_grpo"
@@ -50,7 +50,7 @@ def command(
 
     started = time.monotonic()
     folder = folder.absolute()
-    with bad_input():
+    with bad_input(), before_the_start():
         _say("1/5", "model and data: made once, then found again")
         if against not in PEERS:
             raise LaunchError.of("--against", f"is {against!r}", f"choose one of {', '.join(PEERS)}")
@@ -64,6 +64,8 @@ def command(
     verified: dict[str, Any] | None = None
     if not skip_verify:
         _say("4/5", "the exactness gate")
+        if (folder / GATE).is_file():
+            stderr().print("[dim]it runs each time: what it tests is the code that is installed now[/]")
         verified = verify(folder / EXACT, folder / GATE)
     _say("5/5", "comparison")
     from verl_tim.commands.compare import compare_runs
@@ -136,7 +138,7 @@ def run_or_reuse(config: DictConfig, *, label: str) -> None:
         shutil.rmtree(run_dir)
     outcome = train.run(config, label=label)
     if outcome.exit_code != 0:
-        train.explain_failure(outcome)
+        train.explain_failure(outcome, go_on="the same command begins this run anew; finished ones are not repeated")
         problem = "\n".join([f"{label}: verl ended with exit code {outcome.exit_code}", *outcome.cause])
         raise Failure([Finding(KEY, problem, f"read {outcome.log}")], outcome.exit_code)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from verl_tim.commands.output import bad_input, print_json, print_text, stderr, stdout, table
+from verl_tim.commands.output import bad_input, before_the_start, print_json, print_text, stderr, stdout, table
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -28,7 +28,8 @@ HELP = (
 
 def command(
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[recipe=NAME] [KEY=VALUE]...", help="Hydra overrides.")
+        list[str] | None,
+        typer.Argument(metavar="[RECIPE] [KEY=VALUE]...", help="A recipe, by name or recipe=, then Hydra overrides."),
     ] = None,
     multirun: Annotated[
         bool, typer.Option("-m", "--multirun", help="One run for each of several values: data.seed=1,2,3.")
@@ -49,9 +50,10 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> None:
     """Train."""
-    from verl_tim.launch.matrix import asks_for_several
-    from verl_tim.launch.start import ready
-    from verl_tim.training.correction_config import of_run
+    with before_the_start():  # importing takes seconds
+        from verl_tim.launch.matrix import asks_for_several
+        from verl_tim.launch.start import ready
+        from verl_tim.training.correction_config import of_run
 
     if restarts is not None:
         overrides = [*(overrides or []), f"tim.restarts.limit={restarts}"]
@@ -61,7 +63,7 @@ def command(
     if at_once is not None or minutes is not None:
         with bad_input():
             raise _one_run()
-    with bad_input():
+    with bad_input(), before_the_start():
         stderr().print("[dim]composing and checking[/]")
         config = ready(overrides or [])
     stderr().print(of_run(config).describe(), style="dim", markup=False, soft_wrap=True)
@@ -73,7 +75,7 @@ def command(
     with bad_input():
         outcome = run(config, label=str(config.trainer.experiment_name))
     if outcome.exit_code != 0:
-        explain_failure(outcome)
+        explain_failure(outcome, go_on=how_to_go_on(config))
     print_json(summary(config, outcome)) if as_json else show(config, outcome)
     raise typer.Exit(outcome.exit_code)
 
@@ -98,12 +100,14 @@ def _several(overrides: list[str], limits: tuple[int, float | None] | None, *, d
     from verl_tim.launch.start import ready_of_several
 
     with bad_input():
-        matrix = matrix_of(*split_recipe(overrides))
+        with before_the_start():
+            matrix = matrix_of(*split_recipe(overrides))
         if limits is not None and not dry_run:
             return _side_by_side(matrix, limits, began, as_json=as_json)
-        stderr().print("[dim]composing and checking every run[/]")
-        others = _tell_changed(matrix)
-        configs = prepared(matrix, ready_of_several())
+        with before_the_start():
+            stderr().print("[dim]composing and checking every run[/]")
+            others = _tell_changed(matrix)
+            configs = prepared(matrix, ready_of_several())
     if dry_run:
         _list_runs(matrix, set(configs), others, as_json=as_json)
         return 0
@@ -113,7 +117,7 @@ def _several(overrides: list[str], limits: tuple[int, float | None] | None, *, d
     def one(config: DictConfig, name: str) -> int:
         ended[name] = outcome = run(again(config), label=name)
         if outcome.exit_code != 0:
-            explain_failure(outcome)
+            explain_failure(outcome, go_on="the same command goes on with it")
         return outcome.exit_code
 
     def say(line: str) -> None:
@@ -165,7 +169,7 @@ def _side_by_side(matrix: Matrix, limits: tuple[int, float | None], began: float
     states: list[RunState] = []
     others: dict[str, dict[str, Any]] = {}
     try:
-        with stop_requests(), within(left()):
+        with stop_requests(), within(left()), before_the_start():
             others = _tell_changed(matrix)
             configs = prepared(matrix, ready_of_several())
         with RunsProgress(stderr()) as progress:
@@ -226,10 +230,13 @@ def _run_once(config: DictConfig, *, label: str) -> Outcome:
 
     from verl_tim.commands.progress import RunProgress
     from verl_tim.launch.process import run_verl, shell_line, verl_command
-    from verl_tim.launch.run_folder import claim
+    from verl_tim.launch.run_folder import begins_anew, claim
 
-    folder = claim(config).path
     console = stderr()
+    anew = begins_anew(config)
+    folder = claim(config).path
+    if anew:
+        console.print(anew, markup=False, soft_wrap=True)
     console.print(f"[dim]run folder {folder}\n{shell_line(verl_command(Path(folder)))}[/]", soft_wrap=True)
     with RunProgress(console, label, config.trainer.total_training_steps) as progress:
         return run_verl(folder, on_step=progress.on_step, on_start=progress.on_start)
@@ -274,8 +281,29 @@ def show(config: DictConfig, outcome: Outcome) -> None:
     table(str(config.trainer.experiment_name), ("", ""), rows)
 
 
-def explain_failure(outcome: Outcome) -> None:
-    """The end of the traceback and where the log is, on stderr."""
+def how_to_go_on(config: DictConfig) -> str:
+    """What to type after a run that was stopped."""
+    import shlex
+
+    from verl_tim.launch.restarts import checkpoint_in_words, resuming
+    from verl_tim.launch.run_folder import KEY, has_checkpoint
+
+    folder = str(config.tim.run_dir)
+    if has_checkpoint(config):
+        words = f"trainer.resume_mode=auto {shlex.quote(f'{KEY}={folder}')}"
+        return f"to go on from {checkpoint_in_words(resuming(config))}: the same command with {words}"
+    return (
+        "it left no checkpoint to go on from (trainer.save_freq): to begin anew give another folder "
+        f"({KEY}=runs/NAME), or remove {folder}"
+    )
+
+
+def explain_failure(outcome: Outcome, *, go_on: str) -> None:
+    """The end of the traceback and where the log is, on stderr.
+
+    Args:
+        go_on: how to go on with a run that was stopped.
+    """
     from rich.text import Text
 
     from verl_tim.launch.exit_code import INTERRUPTED
@@ -288,3 +316,5 @@ def explain_failure(outcome: Outcome) -> None:
         for line in outcome.cause:
             console.print(Text("  " + line), soft_wrap=True)
     console.print(f"the whole log: {outcome.log}", soft_wrap=True)
+    if outcome.exit_code == INTERRUPTED:
+        console.print(go_on, markup=False, soft_wrap=True)

@@ -468,19 +468,21 @@ def flatness(spread: dict[str, float]) -> str | None:
 
 
 def climb_showing(rungs: Sequence[Rung], work: Work) -> LadderResult:
-    """Climb, and show each scenario as it ends."""
+    """Climb, and show each scenario as it begins and as it ends."""
     from verl_tim.diagnosis.gate import climb
+
+    def begun(rung: str, name: str) -> None:
+        work.begun("scenario", f"{rung}, {name}")
 
     def shown(rung: str, result: ScenarioResult) -> None:
         answer = "FAILED" if not result.passed else "passed" if result.exact else "measured"
         # of a run that is stopped before its table, these lines are what is known
         compared = "" if result.report is None else f"{result.report.tokens:,} {result.what}, "
-        work.doing(f"{rung}, {result.name}")
         work.ended(f"{rung}, {result.name}: {answer}, {compared}{result.seconds:.1f} s")
         work.advance()
 
     work.of(sum(len(rung.scenarios) for rung in rungs))
-    return climb(rungs, on_result=shown)
+    return climb(rungs, on_result=shown, on_begin=begun)
 
 
 def prompts_of(target: Target) -> list[Any] | None:

@@ -339,7 +339,12 @@ class LadderResult:
         return LadderTable(title, self.rungs)
 
 
-def climb(rungs: Sequence[Rung], on_result: Callable[[str, ScenarioResult], None] | None = None) -> LadderResult:
+def climb(
+    rungs: Sequence[Rung],
+    on_result: Callable[[str, ScenarioResult], None] | None = None,
+    *,
+    on_begin: Callable[[str, str], None] | None = None,
+) -> LadderResult:
     """Run rungs in order and stop after the first that fails; every scenario of a rung runs.
 
     A scenario that cannot compare (`GateError`) fails with that message; any other exception is a fault of the program
@@ -348,6 +353,7 @@ def climb(rungs: Sequence[Rung], on_result: Callable[[str, ScenarioResult], None
     Args:
         rungs: at least one, each with at least one scenario.
         on_result: called with the rung's name after each scenario (progress).
+        on_begin: called with the rung's and the scenario's name before each.
     Raises:
         ValueError: no rungs, or a rung without scenarios.
     """
@@ -360,6 +366,8 @@ def climb(rungs: Sequence[Rung], on_result: Callable[[str, ScenarioResult], None
         if result_of_rung.skipped:
             continue
         for name, run in rung.scenarios:
+            if on_begin is not None:
+                on_begin(rung.name, name)
             started = time.perf_counter()
             try:
                 result = run()

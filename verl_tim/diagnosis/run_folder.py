@@ -11,6 +11,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ CONFIG_NAME = "config.yaml"
 METRICS_NAME = "metrics.jsonl"
 SAMPLES_NAME = "samples.jsonl"
 LOG_NAME = "train.log"  # what verl and Ray printed
+ATTEMPTS_NAME = "attempts.jsonl"  # a line for each start of `verl-tim train`, written when it has ended
 RUN_FILES = (CONFIG_NAME, MANIFEST_NAME, METRICS_NAME, SAMPLES_NAME)
 
 # What a resumed run writes anew; the files of earlier attempts are kept under a number.
@@ -271,16 +273,68 @@ def holds_run(path: Path) -> bool:
     return any((path / name).exists() for name in RUN_FILES)
 
 
+@dataclass(frozen=True)
+class Progress:
+    """How far the run in a folder has come.
+
+    Attributes:
+        last: the last step that it logged to the file; None: none.
+        total: its last step, by its own config.yaml; None: not said there.
+        exit_code: of its last start; None where nobody wrote that down: it still runs, was killed, or is plain verl's.
+    """
+
+    last: int | None
+    total: int | None
+    exit_code: int | None
+
+    @property
+    def finished(self) -> bool:
+        """All its steps are done. Where their number is not known, it ended well."""
+        return self.exit_code == 0 if self.total is None else self.last is not None and self.last >= self.total
+
+    def __str__(self) -> str:
+        """`finished at step 12/12`, `stopped at step 3/12`; empty where no step was logged."""
+        if self.last is None:
+            return ""
+        step = f"{self.last}" if self.total is None else f"{self.last}/{self.total}"
+        # one that nobody saw end may run
+        how = "finished at" if self.finished else "last" if self.exit_code is None else "stopped at"
+        return f"{how} step {step}"
+
+
+def progress_of(path: Path, config: Mapping[str, Any] | None = None) -> Progress:
+    """How far the run in a folder has come, all its starts together.
+
+    Args:
+        config: the folder's, where it has been read already.
+
+    Raises:
+        RunFolderError: what the folder holds is damaged.
+    """
+    log = read_jsonl_metrics(path)
+    trainer = ((RunFolder(path).config() if config is None else config) or {}).get("trainer")
+    total = trainer.get("total_training_steps") if isinstance(trainer, dict) else None
+    last = log.steps[-1] if log is not None and log.steps else None
+    return Progress(last, total if isinstance(total, int) else None, _exit_code(path))
+
+
+def _exit_code(path: Path) -> int | None:
+    file = path / ATTEMPTS_NAME
+    try:
+        entries = read_json_lines(file)[0] if file.is_file() else []
+    except RunFolderError:
+        return None  # it says no more than a list that is not there
+    # fewer than starts: the last one has not ended, or nobody saw it end
+    code = entries[-1][1].get("exit_code") if len(entries) >= attempt_number(path) else None
+    return code if isinstance(code, int) else None
+
+
 def describe_run(path: Path) -> str:
     """A few words about the run in a folder, for messages; tolerant of whatever is broken in it."""
     words = [name for name in RUN_FILES if (path / name).exists()]
-    try:
-        log = read_jsonl_metrics(path)
-    except RunFolderError:
-        return ", ".join(words)
-    if log is not None and log.steps:
-        words.append(f"last step {log.steps[-1]}")
-    return ", ".join(words)
+    with suppress(RunFolderError):
+        words.append(str(progress_of(path)))
+    return ", ".join(word for word in words if word)
 
 
 def _earlier_parts(folder: Path, name: str) -> list[Path]:
@@ -300,13 +354,16 @@ def _part_numbers(folder: Path) -> list[int]:
     return [int(part.name.split(".")[-2]) for name in ATTEMPT_FILES for part in _earlier_parts(folder, name)]
 
 
+def kept_as(path: Path) -> dict[str, str]:
+    """The files that a resumed run writes anew -> the numbered names under which the present ones are kept then."""
+    number = attempt_number(path)
+    parted = {name: name.rsplit(".", 1) for name in ATTEMPT_FILES if (path / name).exists()}
+    return {name: f"{stem}.{number}.{suffix}" for name, (stem, suffix) in parted.items()}
+
+
 def _set_aside(path: Path) -> None:
-    """Number the files that a resumed run writes anew."""
-    number = 1 + max(_part_numbers(path), default=0)
-    for name in ATTEMPT_FILES:
-        if (path / name).exists():
-            stem, suffix = name.rsplit(".", 1)
-            os.replace(path / name, path / f"{stem}.{number}.{suffix}")
+    for name, numbered in kept_as(path).items():
+        os.replace(path / name, path / numbered)
 
 
 def _check_same_run(path: Path, config: dict[str, Any]) -> None:
@@ -322,7 +379,7 @@ def _check_same_run(path: Path, config: dict[str, Any]) -> None:
         shown = "; ".join(f"{key}: {before.get(key)!r} then, {now.get(key)!r} now" for key in changed[:5])
         more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""
         raise RunFolderError(
-            f"tim.run_dir={path} holds another run ({describe_run(path)}); it differs in {shown}{more}",
+            f"tim.run_dir={path} holds a run with other settings ({describe_run(path)}); it differs in {shown}{more}",
             "choose another tim.run_dir, or resume with the config of that run",
         )
 

@@ -21,18 +21,17 @@ import yaml
 from verl_tim.diagnosis.config_diff import diff_configs
 from verl_tim.diagnosis.manifest import MANIFEST_NAME
 from verl_tim.diagnosis.metric_log import RunFolderError, parse_json_lines
-from verl_tim.diagnosis.run_folder import CONFIG_NAME, METRICS_NAME, is_resumable, parts
+from verl_tim.diagnosis.run_folder import ATTEMPTS_NAME, CONFIG_NAME, METRICS_NAME, is_resumable, parts
 from verl_tim.diagnosis.token_dump import FOLDER, dumped_steps
 from verl_tim.evidence.names import RunName
 from verl_tim.evidence.runs import EvidenceError, dumped_runs, found_in
 from verl_tim.evidence.used import thinned
 from verl_tim.launch.record import RECORD, read_record, write_record
-from verl_tim.launch.restarts import ATTEMPTS
 from verl_tim.tasks.file_set import replace_files
 
 STEM = "evidence"
 MIB = 1 << 20
-_SMALL = (CONFIG_NAME, MANIFEST_NAME, ATTEMPTS)
+_SMALL = (CONFIG_NAME, MANIFEST_NAME, ATTEMPTS_NAME)
 _METRICS = re.compile(r"metrics(\.\d+)?\.jsonl")
 # All that an archive holds of a run.
 _INSIDE = re.compile(rf"{'|'.join(map(re.escape, _SMALL))}|{_METRICS.pattern}|{FOLDER}/step_\d{{6,}}\.parquet")

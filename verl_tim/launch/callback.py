@@ -23,7 +23,7 @@ class Launch(Callback):
 
     def on_run_start(self, config: DictConfig, **kwargs: Any) -> None:
         from verl_tim.launch import underscores
-        from verl_tim.launch.run_folder import claim
+        from verl_tim.launch.run_folder import begins_anew, claim
         from verl_tim.launch.start import make_ready
 
         # Hydra's own node has values that are missing until a job runs; everything else is the run's config
@@ -33,7 +33,10 @@ class Launch(Callback):
             if written:
                 raise LaunchError(written)
             make_ready(run)
+            anew = begins_anew(run)
             claim(run)
+            if anew:
+                print(f"verl_tim: {anew}", file=sys.stderr, flush=True)
             with read_write(config), open_dict(config):
                 for key in run:
                     config[key] = run[key]

@@ -19,17 +19,18 @@ from omegaconf.errors import OmegaConfBaseException
 from verl_tim import broken_yaml
 from verl_tim.launch.errors import LaunchError
 from verl_tim.launch.recipes import DEFAULT_RECIPE, Recipe, closest, find_recipe, group_options
-from verl_tim.launch.words import refuse_bare
+from verl_tim.launch.words import refuse_bare, with_bare_recipe
 
 RECIPE_KEY = "recipe="
 _SEVERAL = ("tracker",)  # groups of which a run may take several options
 
 
 def split_recipe(overrides: Sequence[str]) -> tuple[Recipe, list[str]]:
-    """The recipe that `recipe=NAME` names (default: cpu_grpo), and the other overrides.
+    """The recipe that `recipe=NAME`, or its bare name, names (default: cpu_grpo), and the other overrides.
 
     Raises LaunchError for a recipe that does not exist, one named twice, and a word that is no override.
     """
+    overrides = with_bare_recipe(overrides)
     named = [word.removeprefix(RECIPE_KEY) for word in overrides if word.startswith(RECIPE_KEY)]
     rest = [word for word in overrides if not word.startswith(RECIPE_KEY)]
     if len(named) > 1:

@@ -19,14 +19,12 @@ from typing import Any
 
 from omegaconf import DictConfig, open_dict
 
+from verl_tim.diagnosis.run_folder import ATTEMPTS_NAME
 from verl_tim.launch.errors import LaunchError
 from verl_tim.launch.exit_code import INTERRUPTED
 from verl_tim.launch.process import Outcome, Step, exception_names
 from verl_tim.launch.run_folder import KEY, State, has_checkpoint, state_of, write_whole
 from verl_tim.training.checkpoints import TRACKER
-
-ATTEMPTS = "attempts.jsonl"
-"""In the run folder: a line for each start, written when it has ended."""
 
 PAUSE_SECONDS = 5.0
 """Between two attempts: Ray takes back what the last one held."""
@@ -172,7 +170,7 @@ def machine() -> str:
 
 def record(folder: Path, outcome: Outcome) -> None:
     """Adds an attempt to the run folder's list."""
-    path = folder / ATTEMPTS
+    path = folder / ATTEMPTS_NAME
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     # a full disk may have cut the last one off
     text = text[: text.rfind("\n") + 1]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,8 @@ from verl_tim.diagnosis.run_folder import (
     describe_run,
     holds_run,
     is_resumable,
-    read_jsonl_metrics,
+    kept_as,
+    progress_of,
 )
 from verl_tim.launch.errors import Finding, LaunchError
 from verl_tim.training.checkpoints import TRACKER
@@ -44,17 +47,46 @@ def has_checkpoint(config: DictConfig) -> bool:
 
 
 def check_free(config: DictConfig) -> Iterator[Finding]:
-    """A finding if `tim.run_dir` holds a run (and this one does not resume it), or cannot be a folder."""
+    """A finding if `tim.run_dir` cannot be a folder, or holds a run that this one does not resume, or that it shall
+    resume and that is finished, with no checkpoint to go on from."""
     folder = Path(config.tim.run_dir)
     if folder.exists() and not folder.is_dir():
         yield Finding(KEY, f"{folder} is a file", f"give a folder: {KEY}=runs/NAME")
-    elif not resumes(config) and folder.is_dir() and holds_run(folder):
+    elif not folder.is_dir() or not holds_run(folder):
+        return
+    elif not resumes(config):
         remedy = f"give another folder ({KEY}=runs/NAME) or remove that one"
         if has_checkpoint(config):
             remedy += "; to go on from its checkpoint: trainer.resume_mode=auto"
         else:
             remedy += "; it left no checkpoint to go on from (trainer.save_freq)"
         yield Finding(KEY, f"{folder} holds a run already ({describe_run(folder)})", remedy)
+    elif _begins_at_zero(config):
+        # one that was cut off begins anew, and its files are kept; of a finished one that is hardly what was meant
+        with suppress(RunFolderError):  # what is damaged, `claim` names
+            progress = progress_of(folder)
+            if progress.finished:
+                problem = f"{folder} holds a run, {progress}; there is nothing to go on from, no checkpoint in "
+                yield Finding(
+                    KEY, problem + str(config.trainer.default_local_dir), f"give another folder: {KEY}=runs/NAME"
+                )
+
+
+def begins_anew(config: DictConfig) -> str | None:
+    """What to say, before `claim`, of a run that shall go on from the last checkpoint of its folder where there is
+    none; None of the others."""
+    folder = Path(config.tim.run_dir)
+    if not (folder.is_dir() and holds_run(folder) and _begins_at_zero(config)):
+        return None
+    return (
+        f"there is no checkpoint in {config.trainer.default_local_dir}: this run begins from step 0; the earlier files "
+        f"are kept in {folder}: {', '.join(kept_as(folder).values())}"
+    )
+
+
+def _begins_at_zero(config: DictConfig) -> bool:
+    """Whether verl looks for a checkpoint, and does not find one: it then begins without a word."""
+    return str(config.trainer.resume_mode) == "auto" and not has_checkpoint(config)
 
 
 def claim(config: DictConfig) -> RunFolder:
@@ -63,7 +95,7 @@ def claim(config: DictConfig) -> RunFolder:
     Args:
         config: resolved, without Hydra's node.
 
-    Raises LaunchError if it holds another run, or was taken a moment ago.
+    Raises LaunchError if it holds a run that this one does not go on with, or was taken a moment ago.
     """
     try:
         return RunFolder.create(config.tim.run_dir, _plain(config), resume=resumes(config))
@@ -98,15 +130,15 @@ def state_of(config: DictConfig, *, resumable: bool = False) -> tuple[State, str
     if not folder.is_dir() or not holds_run(folder):
         return State.FREE, ""
     try:
-        there, here = flatten(RunFolder(folder).config() or {}), flatten(_plain(config))
+        found = RunFolder(folder).config() or {}
+        there, here = flatten(found), flatten(_plain(config))
         for key in [*here, *there]:
             if here.get(key) != there.get(key) and not (resumable and is_resumable(key)):
                 return State.OTHER, key
-        log = read_jsonl_metrics(folder)
+        progress = replace(progress_of(folder, found), total=config.trainer.total_training_steps)
     except RunFolderError as error:
         raise LaunchError.of_input(error, KEY, f"remove {folder}, or give another folder: {KEY}=FOLDER") from error
-    last = log.steps[-1] if log is not None and log.steps else 0
-    return (State.FINISHED if last >= config.trainer.total_training_steps else State.UNFINISHED), ""
+    return (State.FINISHED if progress.finished else State.UNFINISHED), ""
 
 
 def check_same(config: DictConfig) -> Iterator[Finding]:

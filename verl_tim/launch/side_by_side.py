@@ -18,6 +18,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from verl_tim.diagnosis.metric_log import RunFolderError, read_json_lines
+from verl_tim.diagnosis.run_folder import ATTEMPTS_NAME
 from verl_tim.launch import restarts
 from verl_tim.launch.errors import Finding, LaunchError
 from verl_tim.launch.exit_code import INTERRUPTED, TIME_IS_UP
@@ -350,7 +351,7 @@ def took(folder: Path) -> Took:
     Raises:
         LaunchError: a damaged list of attempts.
     """
-    path = folder / restarts.ATTEMPTS
+    path = folder / ATTEMPTS_NAME
     if not path.is_file():
         return Took(0.0, folder.name, here=False)
     try:

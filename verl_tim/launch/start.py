@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,6 +17,7 @@ from verl_tim.launch.compose import compose_config, hydra_for, split_recipe
 from verl_tim.launch.errors import Finding, LaunchError
 from verl_tim.launch.recipes import Recipe
 from verl_tim.launch.run_folder import KEY as FOLDER_KEY
+from verl_tim.training.remedy import has_groups, typeable
 
 
 def composed(overrides: Sequence[str]) -> DictConfig:
@@ -32,8 +35,9 @@ def composed_of(recipe: Recipe, overrides: Sequence[str]) -> DictConfig:
         _refuse(underscores.find(config.hydra))
     with open_dict(config):
         del config["hydra"]
-    _check_structure(config)
-    prepare.absolute_paths(config)
+    with _typeable_behind(config):
+        _check_structure(config)
+        prepare.absolute_paths(config)
     return config
 
 
@@ -50,9 +54,14 @@ def make_ready(
         folder_is_free: False for a caller who will reuse what the run folder may hold.
         made: of the runs before this one; what is in it is not looked for again, nor are all checks done twice.
 
-    Raises LaunchError with all findings. What can be checked without model and data is checked before they are
-    made: making them for a run that cannot start would waste minutes.
+    Raises LaunchError with all findings, their remedies typeable behind the config as it is given. What can be checked
+    without model and data is checked before they are made: making them for a run that cannot start would waste minutes.
     """
+    with _typeable_behind(config):
+        _make_ready(config, progress, folder_is_free, made)
+
+
+def _make_ready(config: DictConfig, progress: bool, folder_is_free: bool, made: Made | None) -> None:
     _check_plugin()
     _check_structure(config)
     prepare.absolute_paths(config)
@@ -111,6 +120,21 @@ def _check_plugin() -> None:
 
 def _check_structure(config: DictConfig) -> None:
     _refuse(values.check_structure(config))
+    if not has_groups(config):
+        # one by hand is enough for doctor, and for plain verl with the plugin
+        problem = "is written by hand: it lacks what every group of this package adds to (run_dir, cache_dir, choices)"
+        raise LaunchError.of("tim", problem, values.BEGIN_DEFAULTS)
+
+
+@contextmanager
+def _typeable_behind(config: DictConfig) -> Iterator[None]:
+    """Remedies of what is refused inside, as they can be typed behind this config as it is now."""
+    given = copy.deepcopy(config)
+    try:
+        yield
+    except LaunchError as error:
+        findings = [replace(one, remedy=typeable(one.remedy, given)) for one in error.findings]
+        raise LaunchError(findings) from error.__cause__
 
 
 def _check(config: DictConfig, folder_is_free: bool, *, spelt: bool = False) -> None:

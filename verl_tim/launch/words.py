@@ -30,6 +30,21 @@ def with_recipe(words: Sequence[str]) -> list[str]:
     return found
 
 
+def with_bare_recipe(words: Sequence[str]) -> list[str]:
+    """The words of a command that takes overrides only, with `recipe=NAME` in the place of a recipe's bare name.
+
+    A name behind a bare word, or behind `KEY=`, is a KEY=VALUE that was taken apart, and is left for `refuse_bare`.
+    """
+    recipes = recipe_names()
+    before = ["", *words]
+    return [
+        f"recipe={word}"
+        if word in recipes and (not last or last in recipes or (_is_override(last) and not last.endswith("=")))
+        else word
+        for last, word in zip(before, words, strict=False)
+    ]
+
+
 def refuse_bare(words: Sequence[str]) -> None:
     """
     Raises:
@@ -40,7 +55,7 @@ def refuse_bare(words: Sequence[str]) -> None:
             continue
         remedy = "write KEY=VALUE, for example rollout=vexact or trainer.total_training_steps=20"
         recipes = recipe_names()
-        if word in recipes:
+        if word in recipes or names_a_file(word):
             remedy = f"write recipe={word}"
         elif near := closest(word, recipes):
             remedy = f"{near}write recipe=NAME"

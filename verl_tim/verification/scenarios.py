@@ -47,6 +47,7 @@ def bound(scenario: Callable[[Subject], ScenarioResult], subject: Subject) -> tu
     them. Its engines end with it.
     """
     title = (scenario.__doc__ or scenario.__name__).split(".")[0].split(":")[0]
+    title = title[:1].lower() + title[1:]  # as its result is called
 
     def run() -> ScenarioResult:
         began = time.perf_counter()

@@ -34,23 +34,36 @@ class Check:
 
     Attributes:
         name, looks_at: for the row.
-        run: yields the findings.
+        run: takes the config, yields the findings.
         of_tim: it reads the `tim:` group, which a plain verl config does not have.
         of_machine: it looks at this machine, and not only at the config.
+        of_null: it speaks of keys that are null because they are still to be made.
+        ends_the_list: the other checks compute with what it looks at, so after a finding of its there are none.
+        names_misspelt: its findings are the keys that are misspelt.
+        takes_misspelt: `run` takes these too, as `misspelt`; None where nobody has looked for them.
     """
 
     name: str
     looks_at: str
-    run: Callable[[DictConfig], Iterable[Finding]]
+    run: Callable[..., Iterable[Finding]]
     of_tim: bool = False
     of_machine: bool = False
+    of_null: bool = False
+    ends_the_list: bool = False
+    names_misspelt: bool = False
+    takes_misspelt: bool = False
 
 
 CHECKS: tuple[Check, ...] = (
-    Check("keys", "every key of tim: is known, nothing is left unset", keys.check),
-    Check("spelling", "no key looks like one of verl's, misspelt", keys.check_spelling),
-    Check("values", "types, ranges, choices", values.check),
-    Check("correction", "algorithm.rollout_correction: keys, values, combinations", correction.check),
+    Check("keys", "every key of tim: is known, nothing is left unset", keys.check, of_null=True),
+    Check("spelling", "no key looks like one of verl's, misspelt", keys.check_spelling, names_misspelt=True),
+    Check("values", "types, ranges, choices", values.check, ends_the_list=True),
+    Check(
+        "correction",
+        "algorithm.rollout_correction: keys, values, combinations",
+        correction.check,
+        ends_the_list=True,
+    ),
     Check("cluster", "settings of tim.launch", cluster.check, of_tim=True),
     Check("run folder", "tim.run_dir is free", check_free, of_tim=True),
     Check("folders", "run folder and cache can be written to", made.check_places, of_tim=True, of_machine=True),
@@ -68,30 +81,33 @@ CHECKS: tuple[Check, ...] = (
         "what vexact, stock, the contract and the machine allow; Ray's CPUs",
         verl_config.check_verl_tim,
     ),
-    Check("verl", "verl's own validation of the config", verl_config.check_verl),
+    Check("verl", "verl's own validation of the config", verl_config.check_verl, takes_misspelt=True),
 )
 
-# The other checks compute with what these look at, so a finding of theirs ends the list.
-_OTHERS_COMPUTE_WITH = (values.check, correction.check)
 
-
-def run_checks(config: DictConfig, checks: Sequence[Check] = CHECKS) -> list[tuple[Check, list[Finding]]]:
+def run_checks(
+    config: DictConfig, checks: Sequence[Check] = CHECKS, *, spelt: bool = False
+) -> list[tuple[Check, list[Finding]]]:
     """Every check and what it found.
 
     Where data or model are still to be made (null), only the check of the keys speaks about them. Values that cannot be
-    meant end the list: nothing else can be said before they are right. A list without the check of the spelling is for
-    keys that are known to be right.
+    meant end the list: nothing else can be said before they are right.
+
+    Args:
+        spelt: every key is known to be spelt as verl spells it, and the check of that is left out.
     """
     null = {key for key in keys.MADE_FROM if OmegaConf.select(config, key, throw_on_missing=False) is None}
     results: list[tuple[Check, list[Finding]]] = []
-    misspelt: list[str] = []
+    misspelt: list[str] | None = [] if spelt else None
     for check in checks:
-        told = verl_config.check_verl(config, misspelt) if check.run is verl_config.check_verl else check.run(config)
-        found = [found for found in told if found.key not in null or check.run is keys.check]
+        if spelt and check.names_misspelt:
+            continue
+        told = check.run(config, misspelt=misspelt) if check.takes_misspelt else check.run(config)
+        found = [finding for finding in told if check.of_null or finding.key not in null]
         results.append((check, found))
-        if check.run is keys.check_spelling:
+        if check.names_misspelt:
             misspelt = [finding.key for finding in found]
-        if check.run in _OTHERS_COMPUTE_WITH and found:
+        if check.ends_the_list and found:
             break
     return results
 
@@ -100,10 +116,9 @@ def all_findings(config: DictConfig, *, spelt: bool = False) -> list[Finding]:
     """What all checks found, one finding per key: the first check to name a key knows it best.
 
     Args:
-        spelt: an earlier round has found every key spelt as verl spells it.
+        spelt: as of `run_checks`: an earlier round has looked.
     """
-    checks = [check for check in CHECKS if not (spelt and check.run is keys.check_spelling)]
-    return one_per_key(finding for _, findings in run_checks(config, checks) for finding in findings)
+    return one_per_key(finding for _, findings in run_checks(config, spelt=spelt) for finding in findings)
 
 
 def one_per_key(findings: Iterable[Finding]) -> list[Finding]:

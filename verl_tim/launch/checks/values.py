@@ -49,6 +49,8 @@ _COUNTS = (
 )
 _SAMPLING = ("temperature", "top_k", "top_p")
 
+BEGIN_DEFAULTS = "begin the recipe's defaults with ppo_trainer and tim, as recipes/cpu_grpo/cpu_grpo.yaml does"
+
 # A threshold may be a number, a band or text: the check of the correction knows.
 _CHECKED_ELSEWHERE = ("algorithm.rollout_correction", f"{_ACTOR}.policy_loss.rollout_correction")
 
@@ -58,10 +60,11 @@ def check_structure(config: DictConfig) -> Iterator[Finding]:
     plain = OmegaConf.to_container(config, resolve=False)
     assert isinstance(plain, dict)
     if not any(isinstance(default, dict) and plain.get(name) for name, default in defaults_of(plain).items()):
-        remedy = "begin the recipe's defaults with ppo_trainer and tim, as recipes/cpu_grpo/cpu_grpo.yaml does"
-        yield Finding("defaults", "bring none of verl's groups", remedy)
+        yield Finding("defaults", "bring none of verl's groups", BEGIN_DEFAULTS)
         return
-    if not isinstance(plain.get("tim"), dict):
+    if "tim" not in plain:
+        yield Finding("tim", "is not there", BEGIN_DEFAULTS)
+    elif not isinstance(plain["tim"], dict):
         yield Finding("tim", "is not a group of keys", "leave the group, and set its keys: tim.run_dir=runs/NAME")
     mixed = list(_check_engine(plain))
     # of two engines' groups, those of one would all count as removed
