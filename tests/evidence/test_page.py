@@ -1,4 +1,4 @@
-"""The page, with and without figures, and the commands that make it."""
+"""The page and the commands that make it."""
 
 import json
 import re
@@ -27,13 +27,6 @@ def call(*words):
     return CliRunner().invoke(app, ["evidence", *map(str, words)])
 
 
-def test_without_runs_it_says_that_nothing_was_measured():
-    text = render(Evidence.read(None))
-    assert "not yet measured on a GPU" in text
-    assert ".png" not in text
-    assert "## Time" not in text
-
-
 def test_a_page_of_no_runs_replaces_none(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "docs").mkdir()
@@ -52,13 +45,8 @@ def test_the_page_of_runs_where_unpack_puts_them(runs, tmp_path, monkeypatch):
     assert "10 of 60 runs finished" in (tmp_path / "docs" / "evidence.md").read_text()
 
 
-def test_the_page_in_docs_is_what_the_command_writes():
-    """Until there are figures; with figures the page needs the runs."""
-    text = (DOCS / "evidence.md").read_text(encoding="utf-8")
-    if "not yet measured on a GPU" in text:
-        assert text == render(Evidence.read(None))
-    else:
-        assert re.search(r"\*\*State: \d+ of 60 runs finished\*\*", text)
+def test_the_page_in_docs_is_one_that_the_command_wrote():
+    assert re.search(r"\*\*State: \d+ of 60 runs finished\*\*", (DOCS / "evidence.md").read_text(encoding="utf-8"))
 
 
 def test_the_page_has_every_picture_and_table(evidence, tmp_path):
@@ -76,7 +64,6 @@ def test_the_page_has_every_picture_and_table(evidence, tmp_path):
 
 
 def test_the_steps_are_those_of_the_runs(evidence, tmp_path):
-    assert "8 answers, 100 steps, seeds" in render(Evidence.read(None))
     (asked,) = {progress.total for progress in evidence.progress.values()}
     assert f"8 answers, {asked} steps, seeds" in render(evidence)
     root = write_matrix(tmp_path, variants=["vexact"], seeds=[1], steps=5)
@@ -192,19 +179,24 @@ def test_damaged_dumps_take_the_place_of_what_they_would_have_shown(two):
     assert str(two) not in text
 
 
-def test_the_steps_of_the_page_are_those_of_the_recipes():
-    from verl_tim.evidence.page import planned_steps
+def test_the_steps_of_the_page_in_docs_are_those_of_the_recipes():
+    from omegaconf import OmegaConf
 
-    assert f", {planned_steps()} steps, seeds 1, 2, 3" in render(Evidence.read(None))
+    from verl_tim.evidence.page import RECIPES
+
+    text = (DOCS / "evidence.md").read_text(encoding="utf-8")
+    for name in RECIPES:
+        steps = OmegaConf.load(ROOT / "recipes" / name / f"{name}.yaml").trainer.total_training_steps
+        assert f"8 answers, {steps} steps, seeds 1, 2, 3" in text
 
 
-def test_the_sizes_of_the_page_are_those_of_the_models():
+def test_the_sizes_of_the_page_are_those_of_the_models(evidence):
     import torch
     from omegaconf import OmegaConf
 
     from verl_tim.tasks.architectures import init_model, resolve_shape
 
-    text = render(Evidence.read(None))
+    text = render(evidence)
     for name, said in (("evidence_qwen3", "25.4 M"), ("evidence_qwen3_moe", "42.8 M")):
         model = OmegaConf.load(ROOT / "configs" / "model" / f"{name}.yaml").tim.model
         shape = resolve_shape(model.kind, OmegaConf.to_container(model.shape))

@@ -62,23 +62,23 @@ class Evidence:
     """All of it.
 
     Attributes:
-        folder: that was read; None: nothing was measured yet.
-        folders: run -> its folder, those that logged something.
+        folder: that was read.
+        folders: run -> its folder, those that logged something; at least one.
         alone: runs of the same names, each alone on its GPU, for times; empty: none.
     """
 
-    folder: Path | None
+    folder: Path
     folders: dict[RunName, Path]
     alone: dict[RunName, Path]
 
     @classmethod
-    def read(cls, folder: Path | None, alone: Path | None = None) -> Evidence:
+    def read(cls, folder: Path, alone: Path | None = None) -> Evidence:
         """Find the runs; a folder is read when something asks for it.
 
         Raises:
             EvidenceError: a folder without a run of the matrix.
         """
-        return cls(folder, {} if folder is None else found_in(folder), {} if alone is None else found_in(alone))
+        return cls(folder, found_in(folder), {} if alone is None else found_in(alone))
 
     @cached_property
     def pairs(self) -> list[Pair]:

@@ -470,7 +470,6 @@ def _range(low: int, high: int) -> str:
 
 def _from_runs(text: str, evidence: Evidence) -> str:
     """An error's text with its paths from the runs' folder on, whichever way that was given."""
-    assert evidence.folder is not None, "there are runs"
     for folder in (evidence.folder, evidence.folder.absolute()):
         text = text.replace(f"{folder}/", "")
     return text
