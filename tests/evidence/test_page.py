@@ -7,6 +7,7 @@ import shlex
 import pytest
 from typer.testing import CliRunner
 
+from tests.diagnosis.fake_dumps import none, one_sign, write_dumps
 from tests.docs.pages import DOCS
 from tests.evidence.conftest import write_matrix
 from verl_tim.cli import app
@@ -177,6 +178,31 @@ def test_damaged_dumps_take_the_place_of_what_they_would_have_shown(two):
     text = render(Evidence.read(two))
     assert text.count("step_000001.parquet cannot be read") == 4, "forecast, lengths, corrections, thresholds"
     assert str(two) not in text
+    assert "name the steps to read" not in text, "the page has no --step"
+    (note,) = (line for line in text.splitlines() if "the pull of the advantages is not known" in line)
+    assert "dense-grpo-vexact-data.seed=1/tokens/step_000001.parquet cannot be read" in note, "which run it is"
+
+
+def test_runs_too_small_for_thresholds_are_said_without_the_options_of_calibrate(two):
+    for variant in ("vexact", "vllm_recompute"):
+        write_dumps(two / f"dense-grpo-{variant}-data.seed=1", one_sign(0.3, 0.05), seed=1, steps=2, prompts=2)
+    (note,) = (line for line in render(Evidence.read(two)).splitlines() if "dumped sequences with" in line)
+    assert note.startswith("dense-grpo: dense-grpo-vllm_recompute-data.seed=1 has ")
+    assert "--max-share" not in note
+
+
+def test_advantages_of_one_sign_name_the_run(two):
+    write_dumps(two / "dense-grpo-vexact-data.seed=1", none, seed=1, steps=2, prompts=1, per_prompt=1)
+    told = "the pull of the advantages is not known: dense-grpo-vexact-data.seed=1: advantages of one sign only"
+    assert f"dense-grpo: {told}" in render(Evidence.read(two))
+
+
+def test_damaged_metrics_are_told_as_compare_tells_them(two):
+    path = two / "dense-grpo-vexact-data.seed=1" / "metrics.jsonl"
+    path.write_text('{"step": 1, "da\n' + path.read_text())
+    result = call("page", two, "--out", two / "out")
+    assert result.exit_code == 2
+    assert "metrics.jsonl:1 is not JSON" in " ".join(result.stderr.split())
 
 
 def test_the_steps_of_the_page_in_docs_are_those_of_the_recipes():

@@ -11,7 +11,7 @@ from typing import Any
 from verl_tim.diagnosis.compare import Comparison, Options, compare
 from verl_tim.diagnosis.errors import DiagnosisError
 from verl_tim.diagnosis.groups import Group
-from verl_tim.diagnosis.metric_log import RunFolderError, read_json_lines
+from verl_tim.diagnosis.metric_log import read_json_lines
 from verl_tim.diagnosis.run import Run
 from verl_tim.diagnosis.run_folder import METRICS_NAME, parts
 from verl_tim.diagnosis.token_dump import dumped_steps
@@ -176,9 +176,6 @@ def _pairs(folders: dict[RunName, Path]) -> list[Pair]:
         rules = tuple(f"{variant}={pair}-{variant}-*" for variant in dict.fromkeys(name.variant for name in mine))
         has_baseline = any(name.variant == BASELINE for name in mine)
         options = Options(groups=rules, baseline=BASELINE if has_baseline else None)
-        try:
-            comparison = compare(list(mine.values()), [str(name) for name in mine], options)
-        except RunFolderError as error:
-            raise EvidenceError(error.problem, error.remedy) from error
+        comparison = compare(list(mine.values()), [str(name) for name in mine], options)
         pairs.append(Pair(pair, comparison, mine))
     return pairs
