@@ -5,14 +5,16 @@ import re
 import shlex
 
 import pytest
+from matplotlib.text import Text
 from typer.testing import CliRunner
 
 from tests.diagnosis.fake_dumps import none, one_sign, write_dumps
 from tests.docs.pages import DOCS
 from tests.evidence.conftest import write_matrix
 from verl_tim.cli import app
+from verl_tim.evidence.figures import PICTURES
 from verl_tim.evidence.page import render, write_page
-from verl_tim.evidence.parts import PARTS, write_part
+from verl_tim.evidence.parts import PARTS, parts_of_page, write_part
 from verl_tim.evidence.runs import Evidence
 
 ROOT = DOCS.parent
@@ -249,6 +251,38 @@ def test_a_command_for_each_part(evidence, runs, tmp_path):
         result = call("figure", name, runs, "--out", tmp_path / "out")
         assert result.exit_code == 0, result.output
         assert (tmp_path / "out" / written).read_bytes() == (tmp_path / name / written).read_bytes()
+
+
+def test_where_a_figure_is_written_is_told_without_dots(runs, tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for words in (["figure", "position", runs], ["page", runs]):
+        told = call(*words, "--out", "../ev").output
+        assert f"{tmp_path}/ev/" in told
+        assert ".." not in told
+
+
+def test_a_figure_and_the_page_say_what_they_are_at(runs, tmp_path):
+    for words in (["figure", "position", runs], ["page", runs]):
+        result = call(*words, "--out", tmp_path)
+        assert result.stderr.startswith(f"evidence {words[0]}"), "in a log a line at once"
+    begun = []
+    write_page(Evidence.read(runs, runs, begun.append), tmp_path)
+    assert begun[:2] == ["the runs of dense-grpo", "curves of dense-grpo"]
+    assert {"table first", "table speed"} < set(begun)
+    assert parts_of_page(Evidence.read(runs, runs)) == len(begun), "as many as the bar counts to"
+
+
+def test_a_picture_says_which_model_and_algorithm_it_is_of(evidence, tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    for name in PICTURES:
+        write_part(name, evidence, tmp_path)
+    said = [" ".join(text.get_text() for text in figure.findobj(Text)) for figure in drawn]
+    assert len(said) == len(PICTURES)
+    assert all("dense-grpo: dense model, 612 K parameters, GRPO" in text for text in said), said
 
 
 def test_pack_and_unpack_and_what_cannot_be(runs, tmp_path):

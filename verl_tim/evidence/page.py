@@ -67,9 +67,14 @@ def render(evidence: Evidence) -> str:
         machines=_machines(evidence),
         differences=_differences(evidence),
         equal=list(equal_runs(evidence)),
-        tables={name: make(evidence).markdown() for name, make in TABLES.items()},
+        tables={name: _table(name, evidence) for name in TABLES},
         folder=PICTURE_FOLDER,
     )
+
+
+def _table(name: str, evidence: Evidence) -> str:
+    evidence.on_part(f"table {name}")
+    return TABLES[name](evidence).markdown()
 
 
 def _recipe(name: str) -> DictConfig:
