@@ -193,6 +193,7 @@ def _summary(folder: Path, configs: dict[str, DictConfig]) -> None:
             )
         )
     table("", ("rollout", reward_title(steps), *_COLUMNS), rows)
+    stdout().print("[dim]largest mismatch: the largest |d| of all steps[/]")
 
 
 def _say(number: str, text: str) -> None:

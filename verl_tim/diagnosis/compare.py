@@ -31,6 +31,7 @@ from verl_tim.diagnosis.restarts import as_json, restarts_of
 from verl_tim.diagnosis.run import Run, tracked_name
 from verl_tim.diagnosis.smoothing import Smoothing
 from verl_tim.diagnosis.speed import Speed, speed
+from verl_tim.diagnosis.terms import Term, legend
 from verl_tim.diagnosis.verdict import Exactness, Verdict, exactness, judge
 from verl_tim.diagnosis.what_differs import WhatDiffers, all_differences
 
@@ -111,6 +112,10 @@ class Comparison:
     def summary(self) -> list[Row]:
         """What a reader asks for first, per group."""
         return summarise(self.units)
+
+    def terms(self) -> list[Term]:
+        """The names in the tables, explained."""
+        return legend([*(departure.signal for departure in self.warnings), *(row.label for row in self.summary())])
 
     def table(self) -> RenderableType:
         """For the terminal."""
@@ -234,7 +239,7 @@ def summarise(runs: Sequence[Run]) -> list[Row]:
     """The metrics a reader asks for first, one value triple per run; those no run logged are left out."""
     rows = []
     logs = [run.log for run in runs]
-    for label, names, kind in _summary_metrics(logs):
+    for label, names, kind in summary_metrics(logs):
         values: list[tuple[float | None, float | None, float | None]] = []
         used = names[0]
         for log in logs:
@@ -304,7 +309,8 @@ def _process_disagreements(manifest: Manifest) -> list[str]:
     return lines
 
 
-def _summary_metrics(logs: Sequence[MetricLog]) -> list[tuple[str, tuple[str, ...], str]]:
+def summary_metrics(logs: Sequence[MetricLog]) -> list[tuple[str, tuple[str, ...], str]]:
+    """(label, metric names, kind) of the summary's rows, whether or not a run logged them."""
     validation = validation_names(logs)
     several = len(validation) > 1
     return [

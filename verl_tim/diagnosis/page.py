@@ -15,6 +15,7 @@ from verl_tim.diagnosis.manifest import Difference, flatten
 from verl_tim.diagnosis.run import Run
 from verl_tim.diagnosis.run_folder import Sample
 from verl_tim.diagnosis.speed import speed
+from verl_tim.diagnosis.terms import meaning
 from verl_tim.diagnosis.verdict import Exactness, exactness
 from verl_tim.units import count
 
@@ -59,6 +60,8 @@ def render_page(comparison: Comparison) -> str:
         stages=_stages(comparison),
         summary=comparison.summary(),
         summary_steps=SUMMARY_STEPS,
+        meaning=meaning,
+        terms=comparison.terms(),
         samples=sample_rows(comparison.runs),
         manifest_rows=manifest_rows(comparison.runs),
         metric_groups=metric_groups(comparison.runs),

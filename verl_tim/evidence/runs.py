@@ -15,7 +15,7 @@ from verl_tim.diagnosis.metric_log import read_json_lines
 from verl_tim.diagnosis.run import Run
 from verl_tim.diagnosis.run_folder import METRICS_NAME, parts
 from verl_tim.diagnosis.token_dump import dumped_steps
-from verl_tim.evidence.names import BASELINE, PLANNED, VARIANTS, RunName
+from verl_tim.evidence.names import BASELINE, MIXTURE, PLANNED, VARIANTS, RunName
 from verl_tim.launch.exit_code import INTERRUPTED
 from verl_tim.launch.restarts import ATTEMPTS
 from verl_tim.units import count
@@ -50,12 +50,13 @@ class Pair:
 
     @property
     def title(self) -> str:
-        """Model and algorithm, for a picture that stands alone: `dense-grpo: dense model, 25.4 M parameters, GRPO`."""
+        """Model and algorithm, for a picture that stands alone."""
         first = next(iter(self.folders))
         manifests = [run.manifest for run in self.comparison.runs]
         sizes = {manifest.parameters for manifest in manifests if manifest is not None and manifest.parameters}
         size = f", {count(sizes.pop())} parameters" if len(sizes) == 1 else ""
-        return f"{self.name}: {first.model} model{size}, {first.algorithm.upper()}"
+        kind = "mixture of experts" if first.model == MIXTURE else f"{first.model} model"
+        return f"{self.name}: {kind}{size}, {first.algorithm.upper()}"
 
     @property
     def variants(self) -> list[str]:
