@@ -279,6 +279,25 @@ def test_files_of_an_earlier_call_are_replaced_and_no_others(runs, tmp_path):
         assert "default: " in told
 
 
+def test_a_comparison_of_other_runs_is_not_replaced_in_silence(tmp_path):
+    stock, vexact, third = (
+        write_run(tmp_path / name, rollout=rollout, steps=4)
+        for name, rollout in (("stock", "stock"), ("vexact", "vexact"), ("third", "vexact"))
+    )
+    assert "replaced" not in invoke(vexact, stock).stderr
+    for again in ((vexact, stock), (stock, vexact, "--no-by-seed"), (vexact, stock, "--name", "a", "--name", "b")):
+        assert "replaced" not in invoke(*again).stderr, "of the same runs"
+    told = invoke(third, stock, "--json")
+    line = f"replaced: the comparison of a and b in {tmp_path}; --out with another folder keeps both"
+    assert line in told.stderr.splitlines()
+    assert json.loads(told.stdout)
+    assert "replaced" not in invoke(vexact, stock, "--out", tmp_path / "own").stderr
+    (tmp_path / "compare.json").write_text('{"about": "written by verl-tim compare", "runs": 3}')
+    assert "replaced: an earlier comparison in" in invoke(vexact, stock).stderr
+    (tmp_path / "compare.json").unlink()
+    assert "replaced: an earlier comparison in" in invoke(vexact, stock).stderr
+
+
 def test_files_go_beside_the_runs_where_no_place_is_named(tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")

@@ -66,12 +66,12 @@ def command(
         _say("4/5", "the exactness gate")
         verified = verify(folder / EXACT, folder / GATE)
     _say("5/5", "comparison")
-    from verl_tim.commands.compare import compare_runs
+    from verl_tim.commands.compare import compare_runs, write_comparison
 
     with bad_input():
         comparison = compare_runs([folder / rollout for rollout in configs])
     with bad_input(), writing("--dir"):
-        json_path, html_path = comparison.write(folder)
+        json_path, html_path = write_comparison(comparison, folder, option="--dir")
     seconds = time.monotonic() - started
     if as_json:
         print_json(

@@ -130,6 +130,7 @@ class Comparison:
             "runs": [
                 {
                     "name": run.name,
+                    "path": str(run.path),
                     "rollout": run.rollout,
                     "correction": run.correction,
                     "steps": run.steps,
