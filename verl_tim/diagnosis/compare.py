@@ -34,6 +34,7 @@ from verl_tim.diagnosis.speed import Speed, speed
 from verl_tim.diagnosis.terms import Term, legend
 from verl_tim.diagnosis.verdict import Exactness, Verdict, exactness, judge
 from verl_tim.diagnosis.what_differs import WhatDiffers, all_differences
+from verl_tim.home import expanded
 
 NO_BASELINE = (
     "No run here has an exact rollout: name the baseline (--baseline RUN) to see which signal leaves its band."
@@ -197,7 +198,7 @@ def compare(
         RunFolderError, ManifestError: a folder without a run or metrics, or with something corrupt.
     """
     options = options or Options()
-    paths = [Path(path).expanduser().absolute() for path in run_dirs]
+    paths = [expanded(path).absolute() for path in run_dirs]
     if not paths:
         raise DiagnosisError("compare needs at least one run folder")
     twice = [str(path) for path in paths if paths.count(path) > 1]
