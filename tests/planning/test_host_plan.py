@@ -45,8 +45,9 @@ def test_the_pool_is_a_share_of_what_is_free_and_no_more_than_the_sequences_need
     plan = planned()
     page, longest = 16, 96
     assert plan.rollout.pool_tokens == plan.settings.max_sequences * -(-longest // page) * page
-    few = planned(host=Host(64 * GIB, GIB))
-    assert few.rollout.pool == pytest.approx(0.3 * GIB)
+    weights, base = plan.shape.parameters, items(plan, "rollout")["processes"]
+    long = planned("data.max_response_length=4032", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=8192")
+    assert long.rollout.pool == pytest.approx(0.3 * (64 * GIB - base - 14 * weights), rel=1e-3)
     given = planned(f"+{ROLLOUT}.engine_kwargs.vexact.kv_cache_tokens=4096")
     assert given.rollout.pool_tokens == 4096
 

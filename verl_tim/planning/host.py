@@ -11,7 +11,7 @@ class Host:
 
     Attributes:
         memory: bytes in all; a container's limit below that is not looked at.
-        available: bytes that are free now, from which the engine takes a share for its KV pool.
+        available: bytes that are free now.
     """
 
     memory: int
@@ -19,7 +19,7 @@ class Host:
 
     @classmethod
     def here(cls) -> Host:
-        """The machine that this process runs on, as the engine will see it."""
+        """The machine that this process runs on."""
         import psutil
 
         found = psutil.virtual_memory()

@@ -5,8 +5,9 @@ The trainer's formulas are those of a GPU (`trainer_memory`), every rank of the 
 - One memory: what a config offloads stays in it, so nothing is offloaded here.
 - No CUDA context, NCCL, decode graphs or device allocator; in their place what Ray's and verl's processes take before
   any of them holds a model, which was measured for one rank.
-- The engine's pool is a share of what is free (`kv_memory_fraction`), at most `max_num_seqs` sequences of
-  `max_model_len` (engine/engine.py, _num_pages). vLLM has what `kv_cache_memory_bytes` says, or else
+- The engine's pool is a share (`kv_memory_fraction`) of what is free once trainer and engine hold their weights, at
+  most `max_num_seqs` sequences of `max_model_len` (engine/engine.py, _num_pages); of free memory here counts what the
+  run itself leaves of the machine. vLLM has what `kv_cache_memory_bytes` says, or else
   `gpu_memory_utilization` of the machine; its build for CPUs has no sleep, so weights and pool stay in all phases.
 - Weights go through the host's memory (rollout/weights.py): a bucket exists as the tensors that are collected for it,
   packed, and in Ray's object store, and is never larger than the weights.
@@ -38,10 +39,11 @@ class HostRollout(RolloutMemory):
     """One rank of a replica on a machine without a GPU.
 
     Attributes:
-        available: bytes that are free when its pool is made.
+        total: bytes of the machine.
+        free: bytes that are free when its pool is made.
     """
 
-    available: int = 0
+    free: float = 0.0
 
     @property
     def pool(self) -> float:
@@ -54,7 +56,7 @@ class HostRollout(RolloutMemory):
         if s.engine == "vllm":
             return self.total * s.utilization / s.replica_gpus
         useful = s.max_sequences * math.ceil(s.max_model_length / s.page_size) * s.page_size
-        return min(self.available * s.kv_fraction / s.replica_gpus, useful * self.token_bytes)
+        return min(self.free * s.kv_fraction / s.replica_gpus, useful * self.token_bytes)
 
     def awake(self) -> tuple[Item, ...]:
         """All that it holds while it generates."""
@@ -80,15 +82,22 @@ def on_host(settings: Settings) -> Settings:
     )
 
 
+def rollout_on(shape: Shape, settings: Settings, host: Host) -> HostRollout:
+    """A rank of the rollout on a machine where the trainer's states are already. `settings`: of `on_host`."""
+    ranks = settings.gpus_per_node
+    without_pool = HostRollout(shape, settings, host.memory)
+    states = sum(item.nbytes for item in _states(TrainerMemory(shape, settings, accumulates=False)))
+    held = _processes(settings).nbytes + ranks * (states + without_pool.weights)
+    return replace(without_pool, free=max(0.0, host.memory - held))
+
+
 def host_phases(shape: Shape, settings: Settings, host: Host) -> tuple[Phase, ...]:
     """In the order of a step; of all processes on one machine. `settings`: of `on_host`."""
     s = settings
-    rollout = HostRollout(shape, s, host.memory, host.available)
+    rollout = rollout_on(shape, s, host)
     trainer = TrainerMemory(shape, s, accumulates=accumulates(s))
     idle = () if s.frees else rollout.awake()
-    states = trainer.resident(update=True, forward=True)
-    if s.reference:
-        states = (*states, Item("reference model", trainer.parameters, "as large as the master weights"))
+    states = _states(trainer)
     update_tokens, pass_tokens = s.micro_tokens(update=True), s.micro_tokens(update=False)
     update = max(trainer.update_moments(update_tokens), key=lambda moment: moment.total)
     forward = trainer.pass_moment(pass_tokens)
@@ -100,6 +109,14 @@ def host_phases(shape: Shape, settings: Settings, host: Host) -> tuple[Phase, ..
         _phase("update", update.name, s, (*states, *items_of(update, update_tokens), _operands(shape, 3), *idle)),
         _phase("weight sync", "the largest tensor", s, (*states, *_sync_items(shape, s, rollout), *awake)),
     )
+
+
+def _states(trainer: TrainerMemory) -> tuple[Item, ...]:
+    """What a rank of the trainer always holds."""
+    states = trainer.resident(update=True, forward=True)
+    if not trainer.settings.reference:
+        return states
+    return (*states, Item("reference model", trainer.parameters, "as large as the master weights"))
 
 
 def _operands(shape: Shape, copies: int) -> Item:
@@ -121,13 +138,15 @@ def _sync_items(shape: Shape, s: Settings, rollout: RolloutMemory) -> tuple[Item
 def _phase(name: str, moment: str, s: Settings, items: tuple[Item, ...]) -> Phase:
     """Of all ranks of a machine, with the processes themselves."""
     ranks = s.gpus_per_node
-    more = ranks - 1
-    why = "Ray, verl and torch of all processes, measured for one rank"
-    if more:
-        why += f", and {more} more"
-    base = Item("processes", rate("cpu_run").value + more * rate("cpu_rank").value, why, assumed=bool(more))
-    if more:
+    if ranks > 1:
         items = tuple(
             replace(item, nbytes=item.nbytes * ranks, why=f"{ranks} ranks, each: {item.why}") for item in items
         )
-    return Phase(name, moment, (*items, base))
+    return Phase(name, moment, (*items, _processes(s)))
+
+
+def _processes(s: Settings) -> Item:
+    """All of a machine's, before any holds a model."""
+    more = s.gpus_per_node - 1
+    why = "Ray, verl and torch of all processes, measured for one rank" + (f", and {more} more" if more else "")
+    return Item("processes", rate("cpu_run").value + more * rate("cpu_rank").value, why, assumed=bool(more))

@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from verl_tim.planning.host import Host
-from verl_tim.planning.host_phases import HostRollout, host_phases, on_host
+from verl_tim.planning.host_phases import HostRollout, host_phases, on_host, rollout_on
 from verl_tim.planning.lengths import Lengths, lengths
 from verl_tim.planning.phase import Phase
 from verl_tim.planning.plan import Misfit, lengths_mapping
@@ -41,7 +41,7 @@ class HostPlan:
 
     @property
     def rollout(self) -> HostRollout:
-        return HostRollout(self.shape, self.settings, self.host.memory, self.host.available)
+        return rollout_on(self.shape, self.settings, self.host)
 
     @property
     def misfits(self) -> list[Misfit]:
