@@ -61,9 +61,10 @@ def test_json_has_the_agreed_form(pair, tmp_path):
     content = json.loads(json_path.read_text())
     assert [run["name"] for run in content["runs"]] == ["vexact", "stock"]
     for run, rollout in zip(content["runs"], ("vexact", "stock"), strict=True):
-        assert run.keys() == {"name", "rollout", "correction", "steps", "metrics"}
+        assert run.keys() == {"name", "path", "rollout", "correction", "steps", "metrics"}
         assert (run["rollout"], run["correction"], run["steps"]) == (rollout, "none", 30)
         assert all(entry.keys() == {"first", "last", "max", "mean"} for entry in run["metrics"].values())
+    assert [run["path"] for run in content["runs"]] == [str(path) for path in pair]
     exact, stock = (run["metrics"] for run in content["runs"])
     assert exact["tim/delta_abs_max"] == {"first": 0.0, "last": 0.0, "max": 0.0, "mean": 0.0}
     assert exact["tim/exact_fraction"]["mean"] == 1.0

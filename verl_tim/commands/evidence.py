@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from verl_tim.commands.output import bad_input, print_json, stderr, stdout, writing
-from verl_tim.commands.progress import Work
 
 if TYPE_CHECKING:
+    from verl_tim.commands.progress import Work
     from verl_tim.evidence.runs import Evidence
 
 NAME = "evidence"
@@ -160,6 +160,7 @@ def figure_command(
     """Draw one picture (a PNG per model and algorithm) or write one table (Markdown)."""
     from dataclasses import asdict
 
+    from verl_tim.commands.progress import Work
     from verl_tim.evidence.parts import write_part
     from verl_tim.evidence.tables import TABLES
 
@@ -183,6 +184,7 @@ def page_command(
     out: Annotated[Path, typer.Option(help="Folder for evidence.md and evidence/.")] = Path("docs"),
 ) -> None:
     """Write docs/evidence.md and its pictures."""
+    from verl_tim.commands.progress import Work
     from verl_tim.evidence.page import write_page
     from verl_tim.evidence.parts import parts_of_page
 
