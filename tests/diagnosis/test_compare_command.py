@@ -76,6 +76,37 @@ def test_no_cell_of_the_band_table_is_blank_and_every_word_is_explained(runs, tm
     assert "too short" not in notes
 
 
+def test_every_name_in_the_tables_is_explained_below_them_and_no_other(runs, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    text = invoke(*runs, "--out", tmp_path).stdout
+    assert "leaves at step: the first of 3 logged steps in a row" in " ".join(text.split())
+    legend = text[text.rindex("└") :]
+    comparison = compare(runs)
+    for label in [d.signal for d in comparison.warnings] + [row.label for row in comparison.summary()]:
+        assert any(f"\n{term.name}: " in legend for term in comparison.terms() if term.explains(label)), label
+    assert "at length limit" in legend
+    alone = invoke(runs[0], "--out", tmp_path).stdout
+    assert "ppo_k3" not in alone, "its table is not there"
+    page = (tmp_path / "compare.html").read_text()
+    assert "noise, walking away from 0: the early warning." in page
+    assert "noise, walking away" not in (tmp_path / "compare.json").read_text()
+    assert json.loads(invoke(*runs, "--out", tmp_path, "--json").stdout)
+
+
+def test_there_is_a_meaning_for_every_label_that_a_table_may_have():
+    from verl_tim.diagnosis.compare import summary_metrics
+    from verl_tim.diagnosis.early_warning import SIGNALS
+    from verl_tim.diagnosis.metric_log import MetricLog, Record
+    from verl_tim.diagnosis.terms import TERMS, meaning
+
+    log = MetricLog([Record(1, {f"val-core/{name}/acc/mean@1": 0.5 for name in ("a", "b")})])
+    labels = [*(signal.label for signal in SIGNALS), *(label for label, *_ in summary_metrics([log]))]
+    assert all(map(meaning, labels))
+    assert all(any(map(term.explains, labels)) for term in TERMS)
+    with pytest.raises(KeyError):
+        meaning("rewards")
+
+
 def test_too_short_is_said_with_the_steps_that_it_takes(tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     pair = [write_run(tmp_path / name, rollout=name, steps=12) for name in ("vexact", "stock")]
@@ -246,6 +277,25 @@ def test_files_of_an_earlier_call_are_replaced_and_no_others(runs, tmp_path):
         told = " ".join(runner.invoke(app, [words[0], "--help"]).output.replace("│", " ").split())
         assert "of an earlier call" in told
         assert "default: " in told
+
+
+def test_a_comparison_of_other_runs_is_not_replaced_in_silence(tmp_path):
+    stock, vexact, third = (
+        write_run(tmp_path / name, rollout=rollout, steps=4)
+        for name, rollout in (("stock", "stock"), ("vexact", "vexact"), ("third", "vexact"))
+    )
+    assert "replaced" not in invoke(vexact, stock).stderr
+    for again in ((vexact, stock), (stock, vexact, "--no-by-seed"), (vexact, stock, "--name", "a", "--name", "b")):
+        assert "replaced" not in invoke(*again).stderr, "of the same runs"
+    told = invoke(third, stock, "--json")
+    line = f"replaced: the comparison of a and b in {tmp_path}; --out with another folder keeps both"
+    assert line in told.stderr.splitlines()
+    assert json.loads(told.stdout)
+    assert "replaced" not in invoke(vexact, stock, "--out", tmp_path / "own").stderr
+    (tmp_path / "compare.json").write_text('{"about": "written by verl-tim compare", "runs": 3}')
+    assert "replaced: an earlier comparison in" in invoke(vexact, stock).stderr
+    (tmp_path / "compare.json").unlink()
+    assert "replaced: an earlier comparison in" in invoke(vexact, stock).stderr
 
 
 def test_files_go_beside_the_runs_where_no_place_is_named(tmp_path, monkeypatch):

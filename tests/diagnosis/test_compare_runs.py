@@ -14,7 +14,7 @@ from rich.console import Console
 from verl_tim.commands.headline import headline
 from verl_tim.diagnosis.compare import SUMMARY_STEPS, compare
 from verl_tim.diagnosis.config_diff import correction_name, diff_configs
-from verl_tim.diagnosis.formats import count, listed, percent, short
+from verl_tim.diagnosis.formats import listed, percent, short
 from verl_tim.diagnosis.manifest import ManifestError
 from verl_tim.diagnosis.metric_log import MetricLog, Record, RunFolderError
 from verl_tim.diagnosis.page import render_page
@@ -61,9 +61,10 @@ def test_json_has_the_agreed_form(pair, tmp_path):
     content = json.loads(json_path.read_text())
     assert [run["name"] for run in content["runs"]] == ["vexact", "stock"]
     for run, rollout in zip(content["runs"], ("vexact", "stock"), strict=True):
-        assert run.keys() == {"name", "rollout", "correction", "steps", "metrics"}
+        assert run.keys() == {"name", "path", "rollout", "correction", "steps", "metrics"}
         assert (run["rollout"], run["correction"], run["steps"]) == (rollout, "none", 30)
         assert all(entry.keys() == {"first", "last", "max", "mean"} for entry in run["metrics"].values())
+    assert [run["path"] for run in content["runs"]] == [str(path) for path in pair]
     exact, stock = (run["metrics"] for run in content["runs"])
     assert exact["tim/delta_abs_max"] == {"first": 0.0, "last": 0.0, "max": 0.0, "mean": 0.0}
     assert exact["tim/exact_fraction"]["mean"] == 1.0
@@ -533,6 +534,5 @@ def test_percent_never_rounds_to_all_or_none():
     ]
 
 
-def test_count_and_listed():
-    assert [count(x) for x in (950, 612_480, 1.7e9, 30_500_000)] == ["950", "612 K", "1.7 B", "30.5 M"]
+def test_listed():
     assert [listed(x) for x in (["a"], ["a", "b"], ["a", "b", "c"])] == ["a", "a and b", "a, b and c"]

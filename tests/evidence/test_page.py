@@ -1,17 +1,20 @@
-"""The page, with and without figures, and the commands that make it."""
+"""The page and the commands that make it."""
 
 import json
 import re
 import shlex
 
 import pytest
+from matplotlib.text import Text
 from typer.testing import CliRunner
 
+from tests.diagnosis.fake_dumps import none, one_sign, write_dumps
 from tests.docs.pages import DOCS
 from tests.evidence.conftest import write_matrix
 from verl_tim.cli import app
+from verl_tim.evidence.figures import PICTURES
 from verl_tim.evidence.page import render, write_page
-from verl_tim.evidence.parts import PARTS, write_part
+from verl_tim.evidence.parts import PARTS, parts_of_page, write_part
 from verl_tim.evidence.runs import Evidence
 
 ROOT = DOCS.parent
@@ -25,13 +28,6 @@ def evidence(runs):
 
 def call(*words):
     return CliRunner().invoke(app, ["evidence", *map(str, words)])
-
-
-def test_without_runs_it_says_that_nothing_was_measured():
-    text = render(Evidence.read(None))
-    assert "not yet measured on a GPU" in text
-    assert ".png" not in text
-    assert "## Time" not in text
 
 
 def test_a_page_of_no_runs_replaces_none(tmp_path, monkeypatch):
@@ -52,13 +48,8 @@ def test_the_page_of_runs_where_unpack_puts_them(runs, tmp_path, monkeypatch):
     assert "10 of 60 runs finished" in (tmp_path / "docs" / "evidence.md").read_text()
 
 
-def test_the_page_in_docs_is_what_the_command_writes():
-    """Until there are figures; with figures the page needs the runs."""
-    text = (DOCS / "evidence.md").read_text(encoding="utf-8")
-    if "not yet measured on a GPU" in text:
-        assert text == render(Evidence.read(None))
-    else:
-        assert re.search(r"\*\*State: \d+ of 60 runs finished\*\*", text)
+def test_the_page_in_docs_is_one_that_the_command_wrote():
+    assert re.search(r"\*\*State: \d+ of 60 runs finished\*\*", (DOCS / "evidence.md").read_text(encoding="utf-8"))
 
 
 def test_the_page_has_every_picture_and_table(evidence, tmp_path):
@@ -76,7 +67,6 @@ def test_the_page_has_every_picture_and_table(evidence, tmp_path):
 
 
 def test_the_steps_are_those_of_the_runs(evidence, tmp_path):
-    assert "8 answers, 100 steps, seeds" in render(Evidence.read(None))
     (asked,) = {progress.total for progress in evidence.progress.values()}
     assert f"8 answers, {asked} steps, seeds" in render(evidence)
     root = write_matrix(tmp_path, variants=["vexact"], seeds=[1], steps=5)
@@ -190,21 +180,51 @@ def test_damaged_dumps_take_the_place_of_what_they_would_have_shown(two):
     text = render(Evidence.read(two))
     assert text.count("step_000001.parquet cannot be read") == 4, "forecast, lengths, corrections, thresholds"
     assert str(two) not in text
+    assert "name the steps to read" not in text, "the page has no --step"
+    (note,) = (line for line in text.splitlines() if "the pull of the advantages is not known" in line)
+    assert "dense-grpo-vexact-data.seed=1/tokens/step_000001.parquet cannot be read" in note, "which run it is"
 
 
-def test_the_steps_of_the_page_are_those_of_the_recipes():
-    from verl_tim.evidence.page import planned_steps
+def test_runs_too_small_for_thresholds_are_said_without_the_options_of_calibrate(two):
+    for variant in ("vexact", "vllm_recompute"):
+        write_dumps(two / f"dense-grpo-{variant}-data.seed=1", one_sign(0.3, 0.05), seed=1, steps=2, prompts=2)
+    (note,) = (line for line in render(Evidence.read(two)).splitlines() if "dumped sequences with" in line)
+    assert note.startswith("dense-grpo: dense-grpo-vllm_recompute-data.seed=1 has ")
+    assert "--max-share" not in note
 
-    assert f", {planned_steps()} steps, seeds 1, 2, 3" in render(Evidence.read(None))
+
+def test_advantages_of_one_sign_name_the_run(two):
+    write_dumps(two / "dense-grpo-vexact-data.seed=1", none, seed=1, steps=2, prompts=1, per_prompt=1)
+    told = "the pull of the advantages is not known: dense-grpo-vexact-data.seed=1: advantages of one sign only"
+    assert f"dense-grpo: {told}" in render(Evidence.read(two))
 
 
-def test_the_sizes_of_the_page_are_those_of_the_models():
+def test_damaged_metrics_are_told_as_compare_tells_them(two):
+    path = two / "dense-grpo-vexact-data.seed=1" / "metrics.jsonl"
+    path.write_text('{"step": 1, "da\n' + path.read_text())
+    result = call("page", two, "--out", two / "out")
+    assert result.exit_code == 2
+    assert "metrics.jsonl:1 is not JSON" in " ".join(result.stderr.split())
+
+
+def test_the_steps_of_the_page_in_docs_are_those_of_the_recipes():
+    from omegaconf import OmegaConf
+
+    from verl_tim.evidence.page import RECIPES
+
+    text = (DOCS / "evidence.md").read_text(encoding="utf-8")
+    for name in RECIPES:
+        steps = OmegaConf.load(ROOT / "recipes" / name / f"{name}.yaml").trainer.total_training_steps
+        assert f"8 answers, {steps} steps, seeds 1, 2, 3" in text
+
+
+def test_the_sizes_of_the_page_are_those_of_the_models(evidence):
     import torch
     from omegaconf import OmegaConf
 
     from verl_tim.tasks.architectures import init_model, resolve_shape
 
-    text = render(Evidence.read(None))
+    text = render(evidence)
     for name, said in (("evidence_qwen3", "25.4 M"), ("evidence_qwen3_moe", "42.8 M")):
         model = OmegaConf.load(ROOT / "configs" / "model" / f"{name}.yaml").tim.model
         shape = resolve_shape(model.kind, OmegaConf.to_container(model.shape))
@@ -231,6 +251,38 @@ def test_a_command_for_each_part(evidence, runs, tmp_path):
         result = call("figure", name, runs, "--out", tmp_path / "out")
         assert result.exit_code == 0, result.output
         assert (tmp_path / "out" / written).read_bytes() == (tmp_path / name / written).read_bytes()
+
+
+def test_where_a_figure_is_written_is_told_without_dots(runs, tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for words in (["figure", "position", runs], ["page", runs]):
+        told = call(*words, "--out", "../ev").output
+        assert f"{tmp_path}/ev/" in told
+        assert ".." not in told
+
+
+def test_a_figure_and_the_page_say_what_they_are_at(runs, tmp_path):
+    for words in (["figure", "position", runs], ["page", runs]):
+        result = call(*words, "--out", tmp_path)
+        assert result.stderr.startswith(f"evidence {words[0]}"), "in a log a line at once"
+    begun = []
+    write_page(Evidence.read(runs, runs, begun.append), tmp_path)
+    assert begun[:2] == ["the runs of dense-grpo", "curves of dense-grpo"]
+    assert {"table first", "table speed"} < set(begun)
+    assert parts_of_page(Evidence.read(runs, runs)) == len(begun), "as many as the bar counts to"
+
+
+def test_a_picture_says_which_model_and_algorithm_it_is_of(evidence, tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    for name in PICTURES:
+        write_part(name, evidence, tmp_path)
+    said = [" ".join(text.get_text() for text in figure.findobj(Text)) for figure in drawn]
+    assert len(said) == len(PICTURES)
+    assert all("dense-grpo: dense model, 612 K parameters, GRPO" in text for text in said), said
 
 
 def test_pack_and_unpack_and_what_cannot_be(runs, tmp_path):

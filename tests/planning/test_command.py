@@ -6,6 +6,7 @@ from typer.testing import CliRunner
 
 from tests.planning.conftest import DENSE
 from verl_tim.cli import app
+from verl_tim.planning.host import Host
 
 runner = CliRunner()
 GPU = ["--gpu", "H100"]
@@ -139,14 +140,53 @@ def test_unknown_keys_fail_as_they_do_in_train():
     assert ours.stderr.strip() in theirs.stderr
 
 
-@pytest.mark.parametrize("recipe", ["cpu_grpo", "cpu_moe_grpo", "cpu_reinforce"])
-def test_recipes_for_a_cpu_are_planned_as_for_a_gpu(recipe):
-    result = run(recipe, "--json")
+CPU_RECIPES = ["cpu_grpo", "cpu_moe_grpo", "cpu_reinforce"]
+
+
+@pytest.mark.parametrize("recipe", CPU_RECIPES)
+def test_recipes_for_a_cpu_are_planned_for_a_gpu_where_one_is_named(recipe):
+    result = run(recipe, "--json", "--gpu", "H200")
     assert result.exit_code == 0, result.stderr
     plan = json.loads(result.stdout)
     assert plan["run"]["steps"] > 1
     assert any("bound by launches" in reason for part in plan["step"]["parts"] for reason in part["basis"])
-    assert "as if each of its processes had a GPU" in run(recipe).stderr
+    assert "as if each of its processes had a GPU" in run(recipe, "--gpu", "H200").stderr
+
+
+@pytest.mark.parametrize("recipe", CPU_RECIPES)
+def test_recipes_for_a_cpu_are_planned_for_this_machine(recipe, monkeypatch):
+    monkeypatch.setattr(Host, "here", lambda: Host(16 << 30, 12 << 30))
+    result = run(recipe)
+    assert result.exit_code == 0, result.stderr
+    told = " ".join(result.stdout.split())
+    for text in ("this machine, no GPU", "of 16 GiB (12 GiB free now)", "not estimated", "AdamW moments", "KV pool"):
+        assert text in told, text
+    for text in ("CUDA", "NCCL", "GPU hours", "H200", "decode graphs", "seconds"):
+        assert text not in told, text
+    plan = json.loads(run(recipe, "--json").stdout)
+    assert plan["fits"]
+    assert plan["step"] is None
+    assert plan["machine"]["memory"] == 16 << 30
+    assert "gpu_hours" not in plan["run"]
+    assert plan["run"]["tokens"] > plan["run"]["drawn_tokens"] > 0
+
+
+def test_a_machine_that_is_too_small_is_said(monkeypatch):
+    monkeypatch.setattr(Host, "here", lambda: Host(4 << 30, 3 << 30))
+    result = run("cpu_grpo")
+    assert result.exit_code == 1
+    said = " ".join(result.stderr.split())
+    assert "rollout: needs" in said
+    assert "of 4 GiB (this machine) at its fullest" in said
+    assert "-> a machine with more memory" in said
+    assert not json.loads(run("cpu_grpo", "--json").stdout)["fits"]
+
+
+def test_a_machine_whose_memory_is_taken_is_said(monkeypatch):
+    monkeypatch.setattr(Host, "here", lambda: Host(16 << 30, 1 << 30))
+    result = run("cpu_grpo")
+    assert result.exit_code == 0, "what holds it may end"
+    assert "only 1 GiB are free now" in " ".join(result.stderr.split())
 
 
 @pytest.mark.parametrize("words", [["cpu_grpo"], ["cpu_grpo", "--steps", "1"], [*DENSE, *GPU, "--steps", "100"]])

@@ -49,7 +49,7 @@ def command(
         Path | None,
         typer.Option(
             help="Folder for compare.html and compare.json; default: the one that holds the runs, or the current one "
-            "where they lie apart. Those of an earlier call are replaced."
+            "where they lie apart. Those of an earlier call are replaced; where they were of other runs, it says so."
         ),
     ] = None,
     png: Annotated[bool, typer.Option("--png", help="Write compare.png too.")] = False,
@@ -76,7 +76,7 @@ def command(
         )
         comparison = compare_runs(runs, name, options)
     with bad_input(), writing():
-        paths = comparison.write(out, png=png)
+        paths = write_comparison(comparison, out, png=png)
     if not as_json:
         stdout().print(comparison.table())
     for title, path in zip(("JSON", "page", "picture"), paths, strict=False):
@@ -102,6 +102,44 @@ def _send(comparison: Comparison, paths: list[Path], folder: Path, project: str 
             raise
         remedy = "wandb login, or WANDB_MODE=offline and later wandb sync"
         raise LaunchError.of("--wandb", first_line(error), remedy) from error
+
+
+def write_comparison(
+    comparison: Comparison, folder: Path, *, png: bool = False, option: str = "--out"
+) -> list[Path]:
+    """Write it (`Comparison.write`), and say on stderr where that replaces the comparison of other runs.
+
+    Args:
+        option: that names the folder.
+
+    Raises:
+        OSError: the folder cannot be written to.
+    """
+    earlier = _others(comparison, folder)
+    paths = comparison.write(folder, png=png)
+    if earlier is not None:
+        kept = f"{option} with another folder keeps both"
+        stderr().print(f"replaced: {earlier} in {folder.absolute()}; {kept}", markup=False, soft_wrap=True)
+    return paths
+
+
+def _others(comparison: Comparison, folder: Path) -> str | None:
+    """The comparison that a folder holds, if it is of other runs; where its JSON does not tell, it may be."""
+    import json
+
+    path = folder / "compare.json"
+    if not path.is_file():
+        return "an earlier comparison" if (folder / "compare.html").is_file() else None
+    try:
+        runs = json.loads(path.read_text(encoding="utf-8"))["runs"]
+        names, places = [str(run["name"]) for run in runs], {run.get("path") for run in runs}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return "an earlier comparison"
+    if places == {str(run.path) for run in comparison.runs}:
+        return None
+    from verl_tim.diagnosis.formats import listed
+
+    return f"the comparison of {listed(names)}"
 
 
 def compare_runs(runs: list[Path], names: list[str] | None = None, options: Options | None = None) -> Comparison:

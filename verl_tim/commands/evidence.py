@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ import typer
 from verl_tim.commands.output import bad_input, print_json, stderr, stdout, writing
 
 if TYPE_CHECKING:
+    from verl_tim.commands.progress import Work
     from verl_tim.evidence.runs import Evidence
 
 NAME = "evidence"
@@ -158,18 +160,21 @@ def figure_command(
     """Draw one picture (a PNG per model and algorithm) or write one table (Markdown)."""
     from dataclasses import asdict
 
+    from verl_tim.commands.progress import Work
     from verl_tim.evidence.parts import write_part
     from verl_tim.evidence.tables import TABLES
 
     with bad_input(), _evidence_errors(), writing("--out"):
-        evidence = _read(runs, alone)
-        paths = write_part(name, evidence, out)
+        out = Path(os.path.abspath(out))  # `..` is no folder's name
+        with Work(f"evidence figure {name}") as work:
+            evidence = _read(runs, alone, work)
+            paths = write_part(name, evidence, out)
     if as_json:
         print_json(asdict(TABLES[name](evidence)) if name in TABLES else [str(path) for path in paths])
     elif name in TABLES:
         stdout().print(paths[0].read_text(encoding="utf-8"), markup=False, soft_wrap=True)
     for path in paths:
-        stderr().print(f"written: {path.absolute()}", soft_wrap=True)
+        stderr().print(f"written: {path}", soft_wrap=True)
 
 
 @app.command("page")
@@ -179,18 +184,30 @@ def page_command(
     out: Annotated[Path, typer.Option(help="Folder for evidence.md and evidence/.")] = Path("docs"),
 ) -> None:
     """Write docs/evidence.md and its pictures."""
+    from verl_tim.commands.progress import Work
     from verl_tim.evidence.page import write_page
+    from verl_tim.evidence.parts import parts_of_page
 
-    with bad_input(), _evidence_errors(), writing("--out"):
-        paths = write_page(_read(runs, alone), out)
+    with bad_input(), _evidence_errors(), writing("--out"), Work("evidence page") as work:
+        evidence = _read(runs, alone, work)
+        work.of(parts_of_page(evidence))
+        paths = write_page(evidence, Path(os.path.abspath(out)))
     for path in paths:
         stdout().print(str(path), soft_wrap=True)
 
 
-def _read(runs: Path, alone: Path | None) -> Evidence:
+def _read(runs: Path, alone: Path | None, work: Work) -> Evidence:
     from verl_tim.evidence.runs import Evidence
 
-    return Evidence.read(runs, alone)
+    begun: list[str] = []
+
+    def on_part(what: str) -> None:
+        if begun:  # the one before has ended
+            work.advance()
+        begun.append(what)
+        work.doing(what)
+
+    return Evidence.read(runs, alone, on_part)
 
 
 @contextmanager

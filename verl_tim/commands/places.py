@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from verl_tim.commands.output import writing
+from verl_tim.home import expanded
 
 
 def beside(runs: Sequence[Path]) -> Path:
@@ -15,14 +16,14 @@ def beside(runs: Sequence[Path]) -> Path:
     from verl_tim.diagnosis.run_folder import METRICS_NAME
 
     # abspath, since `..` is no folder's name
-    paths = [Path(os.path.abspath(run.expanduser())) for run in runs]
+    paths = [Path(os.path.abspath(expanded(run))) for run in runs]
     folders = {(path.parent if path.name == METRICS_NAME and path.is_file() else path).parent for path in paths}
     return folders.pop() if len(folders) == 1 else Path.cwd()
 
 
 def inside(run: Path) -> Path:
     """The run's own folder; of a file of metrics, the one that it is in."""
-    run = run.expanduser().absolute()
+    run = expanded(run).absolute()
     return run if run.is_dir() else run.parent
 
 

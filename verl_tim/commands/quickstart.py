@@ -68,12 +68,12 @@ def command(
             stderr().print("[dim]it runs each time: what it tests is the code that is installed now[/]")
         verified = verify(folder / EXACT, folder / GATE)
     _say("5/5", "comparison")
-    from verl_tim.commands.compare import compare_runs
+    from verl_tim.commands.compare import compare_runs, write_comparison
 
     with bad_input():
         comparison = compare_runs([folder / rollout for rollout in configs])
     with bad_input(), writing("--dir"):
-        json_path, html_path = comparison.write(folder)
+        json_path, html_path = write_comparison(comparison, folder, option="--dir")
     seconds = time.monotonic() - started
     if as_json:
         print_json(
@@ -195,6 +195,7 @@ def _summary(folder: Path, configs: dict[str, DictConfig]) -> None:
             )
         )
     table("", ("rollout", reward_title(steps), *_COLUMNS), rows)
+    stdout().print("[dim]largest mismatch: the largest |d| of all steps[/]")
 
 
 def _say(number: str, text: str) -> None:

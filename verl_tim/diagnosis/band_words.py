@@ -37,6 +37,11 @@ def changed(departure: Departure) -> str:
 def band_notes(departures: Sequence[Departure], rule: BandRule) -> list[str]:
     """What the cells mean that are no numbers, of those that occur."""
     notes = []
+    if any(d.state in ("left", STAYED) for d in departures):
+        notes.append(
+            f"leaves at step: the first of {rule.consecutive} logged steps in a row at which the signal is outside the "
+            f"baseline's band ({STAYED}: there are none); value and band are those of that step."
+        )
     if any(d.sharp for d in departures):
         notes.append(
             "changes at step: where the baseline is constant any mismatch leaves its band at once, and this is the "
@@ -58,7 +63,7 @@ def band_notes(departures: Sequence[Departure], rule: BandRule) -> list[str]:
         notes.append("not logged: by the run or by the baseline.")
     if any(NOTHING in (changed(d), *band_cells(d)) for d in departures):
         notes.append(
-            f"{NOTHING}: nothing to tell; value and band are those where a signal leaves, changes at step is told of a "
-            "constant baseline."
+            f"{NOTHING}: nothing to tell; value and band where no signal leaves, changes at step where the baseline is "
+            "not constant."
         )
     return notes

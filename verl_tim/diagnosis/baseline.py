@@ -15,6 +15,7 @@ from verl_tim.diagnosis.errors import DiagnosisError
 from verl_tim.diagnosis.manifest import Manifest
 from verl_tim.diagnosis.own_file import mark
 from verl_tim.diagnosis.run import Run
+from verl_tim.home import expanded
 
 FORMAT = 1
 
@@ -146,7 +147,7 @@ class Baseline:
     @classmethod
     def read(cls, path: str | Path) -> Baseline:
         """Raises `BaselineError` where the file is missing or no baseline of this format."""
-        path = Path(path).expanduser()
+        path = expanded(path)
         if not path.is_file():
             raise BaselineError(f"there is no file {path}", f"verl-tim baseline RUN --out {path} makes one")
         try:

@@ -31,8 +31,10 @@ from verl_tim.diagnosis.restarts import as_json, restarts_of
 from verl_tim.diagnosis.run import Run, tracked_name
 from verl_tim.diagnosis.smoothing import Smoothing
 from verl_tim.diagnosis.speed import Speed, speed
+from verl_tim.diagnosis.terms import Term, legend
 from verl_tim.diagnosis.verdict import Exactness, Verdict, exactness, judge
 from verl_tim.diagnosis.what_differs import WhatDiffers, all_differences
+from verl_tim.home import expanded
 
 NO_BASELINE = (
     "No run here has an exact rollout: name the baseline (--baseline RUN) to see which signal leaves its band."
@@ -112,6 +114,10 @@ class Comparison:
         """What a reader asks for first, per group."""
         return summarise(self.units)
 
+    def terms(self) -> list[Term]:
+        """The names in the tables, explained."""
+        return legend([*(departure.signal for departure in self.warnings), *(row.label for row in self.summary())])
+
     def table(self) -> RenderableType:
         """For the terminal."""
         from verl_tim.diagnosis.compare_table import comparison_table
@@ -125,6 +131,7 @@ class Comparison:
             "runs": [
                 {
                     "name": run.name,
+                    "path": str(run.path),
                     "rollout": run.rollout,
                     "correction": run.correction,
                     "steps": run.steps,
@@ -191,7 +198,7 @@ def compare(
         RunFolderError, ManifestError: a folder without a run or metrics, or with something corrupt.
     """
     options = options or Options()
-    paths = [Path(path).expanduser().absolute() for path in run_dirs]
+    paths = [expanded(path).absolute() for path in run_dirs]
     if not paths:
         raise DiagnosisError("compare needs at least one run folder")
     twice = [str(path) for path in paths if paths.count(path) > 1]
@@ -234,7 +241,7 @@ def summarise(runs: Sequence[Run]) -> list[Row]:
     """The metrics a reader asks for first, one value triple per run; those no run logged are left out."""
     rows = []
     logs = [run.log for run in runs]
-    for label, names, kind in _summary_metrics(logs):
+    for label, names, kind in summary_metrics(logs):
         values: list[tuple[float | None, float | None, float | None]] = []
         used = names[0]
         for log in logs:
@@ -304,7 +311,8 @@ def _process_disagreements(manifest: Manifest) -> list[str]:
     return lines
 
 
-def _summary_metrics(logs: Sequence[MetricLog]) -> list[tuple[str, tuple[str, ...], str]]:
+def summary_metrics(logs: Sequence[MetricLog]) -> list[tuple[str, tuple[str, ...], str]]:
+    """(label, metric names, kind) of the summary's rows, whether or not a run logged them."""
     validation = validation_names(logs)
     several = len(validation) > 1
     return [

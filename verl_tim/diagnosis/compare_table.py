@@ -23,7 +23,7 @@ TRIPLE = ("first", "last", "mean")
 
 
 def comparison_table(comparison: Comparison) -> Group:
-    """The verdict, what differs, what leaves the band first, and the summary."""
+    """The verdict, what differs, what leaves the band first, the summary, and what the names in both mean."""
     verdict = comparison.verdict
     parts: list[Any] = [Padding(Text(verdict.lead), (0, 0, 1, 0))]
     parts += [Text(f"! {alert}", style="bold red") for alert in verdict.alerts]
@@ -32,6 +32,7 @@ def comparison_table(comparison: Comparison) -> Group:
     if len(comparison.groups) > 1:
         parts += _early_warning(comparison)
     parts += [_Summary(comparison), Text(SUMMARY_STEPS, style="dim")]
+    parts += [Text(f"{term.name}: {term.meaning}", style="dim") for term in comparison.terms()]
     return Group(*parts)
 
 

@@ -30,6 +30,7 @@ import pandas as pd
 
 from verl_tim.diagnosis.curves import REWARD
 from verl_tim.diagnosis.early_warning import BandRule, band_of
+from verl_tim.diagnosis.errors import DiagnosisError
 from verl_tim.diagnosis.groups import Group
 from verl_tim.diagnosis.verdict import student_t
 
@@ -39,8 +40,8 @@ BLOCKS = 10
 WINDOW = 21
 
 
-class DriftError(ValueError):
-    """The runs do not allow an estimate; the message says why."""
+class DriftError(DiagnosisError):
+    """The runs do not allow an estimate; the problem says why."""
 
 
 @dataclass(frozen=True)
@@ -151,9 +152,9 @@ def forecast(
     """
     rule = rule or BandRule()
     if len(baseline.logs) < 2:
-        raise DriftError(f"{baseline.name}: one run has no seed band; run at least two seeds")
+        raise DriftError(f"{baseline.name}: one run has no seed band", "run at least two seeds")
     if not pull > 0:
-        raise DriftError(f"pull is {pull}: give the mean |advantage| over both signs, above 0")
+        raise DriftError(f"pull is {pull}", "give the mean |advantage| over both signs, above 0")
     of_group, of_baseline = _common(group, baseline)
     if len(of_group) < 2 * BLOCKS:
         raise DriftError(

@@ -44,15 +44,6 @@ def written(value: float | None, kind: str) -> str:
     return percent(value) if kind == "share" else short(value)
 
 
-def count(number: float) -> str:
-    """A count with a unit: 612 K, 1.7 B."""
-    for size, unit in ((1e9, " B"), (1e6, " M"), (1e3, " K")):
-        if number >= size:
-            value = number / size
-            return f"{value:.3g}{unit}"
-    return f"{number:.0f}"
-
-
 def one_line(text: str) -> str:
     """What a model wrote, for a cell of a table: line breaks as arrows."""
     return text.replace("\n", "↵")

@@ -9,13 +9,15 @@ from verl_tim.diagnosis.band_words import band_cells, band_notes, changed, left
 from verl_tim.diagnosis.compare import NO_BASELINE, SUMMARY_STEPS, Comparison, summarise
 from verl_tim.diagnosis.early_warning import SIGNALS, band_of
 from verl_tim.diagnosis.figures import Overlay, build_sections
-from verl_tim.diagnosis.formats import count, percent, short
+from verl_tim.diagnosis.formats import percent, short
 from verl_tim.diagnosis.html import figure_data, render
 from verl_tim.diagnosis.manifest import Difference, flatten
 from verl_tim.diagnosis.run import Run
 from verl_tim.diagnosis.run_folder import Sample
 from verl_tim.diagnosis.speed import speed
+from verl_tim.diagnosis.terms import meaning
 from verl_tim.diagnosis.verdict import Exactness, exactness
+from verl_tim.units import count
 
 SAMPLE_STEPS = 3
 SAMPLES_PER_STEP = 2
@@ -58,6 +60,8 @@ def render_page(comparison: Comparison) -> str:
         stages=_stages(comparison),
         summary=comparison.summary(),
         summary_steps=SUMMARY_STEPS,
+        meaning=meaning,
+        terms=comparison.terms(),
         samples=sample_rows(comparison.runs),
         manifest_rows=manifest_rows(comparison.runs),
         metric_groups=metric_groups(comparison.runs),

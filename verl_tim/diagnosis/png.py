@@ -23,11 +23,14 @@ COLUMNS = 3
 DASHES = {"solid": "-", "dash": "--", "dot": ":"}
 
 
-def write_png(comparison: Comparison, path: Path, *, dpi: int = 150, plots: Sequence[str] | None = None) -> None:
+def write_png(
+    comparison: Comparison, path: Path, *, dpi: int = 150, plots: Sequence[str] | None = None, title: str = ""
+) -> None:
     """Write the plots of the comparison, three in a row, with one legend.
 
     Args:
         plots: ids of those to draw, in this order (`curves.PLOTS`); None: all. One that no run logged is left out.
+        title: above all of them.
     """
     drawings = [d for section in build_sections(comparison.groups, overlay_of(comparison)) for d in section.drawings]
     if plots is not None:
@@ -43,9 +46,10 @@ def write_png(comparison: Comparison, path: Path, *, dpi: int = 150, plots: Sequ
     keys = [
         axes[0].plot([], [], color=run_colors(at)[0], label=group.name)[0] for at, group in enumerate(comparison.groups)
     ]
-    title = comparison.options.smoothing
+    smoothing = comparison.options.smoothing
     figure.legend(handles=keys, loc="outside lower center", ncols=min(4, len(keys)), frameon=False)
-    figure.suptitle(f"bold: {title}" if title else "values as logged, not smoothed", fontsize=9, color="#5b6472")
+    values = f"bold: {smoothing}" if smoothing else "values as logged, not smoothed"
+    figure.suptitle("; ".join(part for part in (title, values) if part), fontsize=9, color="#5b6472")
     figure.savefig(path, dpi=dpi, metadata={"Software": MARK})
 
 

@@ -13,6 +13,7 @@ from verl_tim.diagnosis.metric_log import MetricLog, read_metrics_file
 from verl_tim.diagnosis.run_folder import METRICS_NAME, RunFolder, Sample, holds_run
 from verl_tim.diagnosis.speed import step_seconds
 from verl_tim.diagnosis.trackers import read_wandb_run
+from verl_tim.home import expanded
 
 UNKNOWN = "unknown"
 
@@ -45,7 +46,7 @@ class Run:
         Raises:
             RunFolderError, ManifestError: nothing to read there, no metrics, or something corrupt.
         """
-        file = Path(path).expanduser().absolute()
+        file = expanded(path).absolute()
         if file.suffix == ".jsonl" and file.is_file():
             records, torn = read_metrics_file(file)
             log = MetricLog.merged(records, torn)

@@ -29,6 +29,7 @@ from verl_tim.diagnosis.trackers import (
     tensorboard_folder,
     wandb_file,
 )
+from verl_tim.home import expanded
 
 CONFIG_NAME = "config.yaml"
 METRICS_NAME = "metrics.jsonl"
@@ -130,7 +131,7 @@ class RunFolder:
         Raises:
             RunFolderError: no such folder, or one that holds no run.
         """
-        self.path = Path(path).expanduser().absolute()
+        self.path = expanded(path).absolute()
         if not self.path.is_dir():
             what = "is a file, not a folder" if self.path.exists() else "does not exist"
             raise RunFolderError(f"run folder {self.path} {what}")
@@ -155,7 +156,7 @@ class RunFolder:
         Raises:
             RunFolderError: the folder holds another run; names the key and the remedy.
         """
-        path = Path(path).expanduser().absolute()
+        path = expanded(path).absolute()
         if path.exists() and not path.is_dir():
             raise RunFolderError(f"tim.run_dir={path} is a file", "give a folder that does not exist yet")
         path.mkdir(parents=True, exist_ok=True)

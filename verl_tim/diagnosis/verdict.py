@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Literal
 
 from verl_tim.diagnosis.curves import DELTA_MAX, DELTA_MEAN, EXACT_FRACTION, PROBS_MAX, REWARD, first_logged
 from verl_tim.diagnosis.ends import end_steps
-from verl_tim.diagnosis.formats import count, listed, percent, short
+from verl_tim.diagnosis.formats import listed, percent, short
 from verl_tim.diagnosis.metric_log import MetricLog
 from verl_tim.diagnosis.restarts import in_words, restarts_of
+from verl_tim.units import count
 
 if TYPE_CHECKING:
     from verl_tim.diagnosis.run import Run

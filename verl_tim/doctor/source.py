@@ -15,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl_tim import broken_yaml
 from verl_tim.correction import UnderscoreNumber, find_in_overrides, find_in_yaml
+from verl_tim.home import expanded
 from verl_tim.launch import prepare, underscores
 from verl_tim.launch.checks import values
 from verl_tim.launch.compose import compose_config, hydra_for, split_recipe
@@ -68,7 +69,7 @@ def read(words: Sequence[str], *, config_path: str | None = None, config_name: s
         return _of_recipe(overrides)
     if len(files) > 1 or any(word.startswith("recipe=") and not _names_a_file(word) for word in overrides):
         raise LaunchError.of("recipe", "is given beside a file or folder", "give one of the two")
-    return _of_path(Path(files[0]).expanduser(), [word for word in overrides if not word.startswith("recipe=")])
+    return _of_path(expanded(files[0]), [word for word in overrides if not word.startswith("recipe=")])
 
 
 def _names_a_file(word: str) -> bool:
@@ -84,7 +85,7 @@ def _of_hydra(path: str, name: str, overrides: Sequence[str]) -> Source:
     name = name.removesuffix(".yaml").removesuffix(".yml")
     if path.startswith("pkg://"):
         return _composed(Recipe(name, path, name), overrides, name=f"{path}/{name}")
-    file = Path(path).expanduser().absolute() / f"{name}.yaml"
+    file = expanded(path).absolute() / f"{name}.yaml"
     return _of_path(file, overrides)
 
 

@@ -22,7 +22,7 @@ BINS = 10
 
 def curves(pair: Pair, path: Path) -> None:
     """Reward, contribution skew, |d| tail, K3, K3 of the PPO ratio, gradient norm over steps, with seed bands."""
-    write_png(pair.comparison, path, dpi=110, plots=CURVES)
+    write_png(pair.comparison, path, dpi=110, plots=CURVES, title=pair.title)
 
 
 def position(pair: Pair, path: Path) -> None:
@@ -44,7 +44,7 @@ def position(pair: Pair, path: Path) -> None:
     axis.set_xlabel("place in the response", fontsize=8)
     axis.set_ylabel("mean |d|, nats", fontsize=8)
     axis.set_ylim(bottom=0)
-    axis.set_title(pair.name, fontsize=9, loc="left")
+    axis.set_title(pair.title, fontsize=9, loc="left")
     axis.tick_params(labelsize=8)
     axis.spines[["top", "right"]].set_visible(False)
     if axis.lines:

@@ -32,7 +32,7 @@ _OF_CORRECTION = re.compile(r"correction|policy_loss\.loss_mode|^old_log_probs$"
 def write_page(evidence: Evidence, out: Path) -> list[Path]:
     """Write `out/evidence.md` and its pictures in `out/evidence/`.
 
-    Of runs that were not done the page says so; without any it is the page of what is to be measured.
+    Of runs that were not done the page says so.
     """
     pictures = [path for name in PICTURES for path in write_part(name, evidence, out / PICTURE_FOLDER)]
     out.mkdir(parents=True, exist_ok=True)
@@ -53,7 +53,6 @@ def render(evidence: Evidence) -> str:
     )
     finished = evidence.finished
     return environment.get_template("evidence.md.j2").render(
-        measured=bool(evidence.folders),
         pairs=[pair.name for pair in evidence.pairs],
         planned=len(PLANNED),
         steps=_steps(evidence),
@@ -68,15 +67,14 @@ def render(evidence: Evidence) -> str:
         machines=_machines(evidence),
         differences=_differences(evidence),
         equal=list(equal_runs(evidence)),
-        tables={name: make(evidence).markdown() for name, make in TABLES.items()} if evidence.folders else {},
+        tables={name: _table(name, evidence) for name in TABLES},
         folder=PICTURE_FOLDER,
     )
 
 
-def planned_steps() -> int:
-    """Steps of a run, as the recipes set them."""
-    (steps,) = {_recipe(name).trainer.total_training_steps for name in RECIPES}
-    return int(steps)
+def _table(name: str, evidence: Evidence) -> str:
+    evidence.on_part(f"table {name}")
+    return TABLES[name](evidence).markdown()
 
 
 def _recipe(name: str) -> DictConfig:
@@ -111,9 +109,9 @@ def _otherwise(evidence: Evidence) -> list[str]:
 
 
 def _steps(evidence: Evidence) -> str:
-    """Steps of the runs that are drawn, as they were asked for; without any, of those that are planned."""
+    """Steps of the runs that are drawn, as they were asked for; `?` where no config tells."""
     asked = {progress.total for progress in evidence.progress.values() if progress.total is not None}
-    return " or ".join(map(str, sorted(asked or {planned_steps()})))
+    return " or ".join(map(str, sorted(asked))) or "?"
 
 
 def _ended_early(evidence: Evidence) -> list[str]:

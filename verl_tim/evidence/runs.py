@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,13 @@ from typing import Any
 from verl_tim.diagnosis.compare import Comparison, Options, compare
 from verl_tim.diagnosis.errors import DiagnosisError
 from verl_tim.diagnosis.groups import Group
-from verl_tim.diagnosis.metric_log import RunFolderError, read_json_lines
+from verl_tim.diagnosis.metric_log import read_json_lines
 from verl_tim.diagnosis.run import Run
 from verl_tim.diagnosis.run_folder import ATTEMPTS_NAME, METRICS_NAME, parts
 from verl_tim.diagnosis.token_dump import dumped_steps
-from verl_tim.evidence.names import BASELINE, PLANNED, VARIANTS, RunName
+from verl_tim.evidence.names import BASELINE, MIXTURE, PLANNED, VARIANTS, RunName
 from verl_tim.launch.exit_code import INTERRUPTED
+from verl_tim.units import count
 
 
 class EvidenceError(DiagnosisError):
@@ -47,6 +48,16 @@ class Pair:
         ]
 
     @property
+    def title(self) -> str:
+        """Model and algorithm, for a picture that stands alone."""
+        first = next(iter(self.folders))
+        manifests = [run.manifest for run in self.comparison.runs]
+        sizes = {manifest.parameters for manifest in manifests if manifest is not None and manifest.parameters}
+        size = f", {count(sizes.pop())} parameters" if len(sizes) == 1 else ""
+        kind = "mixture of experts" if first.model == MIXTURE else f"{first.model} model"
+        return f"{self.name}: {kind}{size}, {first.algorithm.upper()}"
+
+    @property
     def variants(self) -> list[str]:
         """Those that ran, in the order of the page."""
         return [group.name for group in self.comparison.groups]
@@ -61,32 +72,36 @@ class Evidence:
     """All of it.
 
     Attributes:
-        folder: that was read; None: nothing was measured yet.
-        folders: run -> its folder, those that logged something.
+        folder: that was read.
+        folders: run -> its folder, those that logged something; at least one.
         alone: runs of the same names, each alone on its GPU, for times; empty: none.
+        on_part: told what is begun, as that takes seconds: a comparison that is read, a picture, a table.
     """
 
-    folder: Path | None
+    folder: Path
     folders: dict[RunName, Path]
     alone: dict[RunName, Path]
+    on_part: Callable[[str], None] = field(default=lambda what: None, repr=False)
 
     @classmethod
-    def read(cls, folder: Path | None, alone: Path | None = None) -> Evidence:
+    def read(
+        cls, folder: Path, alone: Path | None = None, on_part: Callable[[str], None] = lambda what: None
+    ) -> Evidence:
         """Find the runs; a folder is read when something asks for it.
 
         Raises:
             EvidenceError: a folder without a run of the matrix.
         """
-        return cls(folder, {} if folder is None else found_in(folder), {} if alone is None else found_in(alone))
+        return cls(folder, found_in(folder), {} if alone is None else found_in(alone), on_part)
 
     @cached_property
     def pairs(self) -> list[Pair]:
         """By model and algorithm, those with at least one run."""
-        return _pairs(self.folders)
+        return _pairs(self.folders, self.on_part)
 
     @cached_property
     def alone_pairs(self) -> list[Pair]:
-        return _pairs(self.alone)
+        return _pairs(self.alone, self.on_part)
 
     @cached_property
     def progress(self) -> dict[RunName, Progress]:
@@ -168,16 +183,19 @@ def dumped_runs(folders: Mapping[RunName, Path]) -> list[RunName]:
     return list(chosen.values())
 
 
-def _pairs(folders: dict[RunName, Path]) -> list[Pair]:
+def pair_names(folders: Iterable[RunName]) -> list[str]:
+    """Models and algorithms of runs, in their order."""
+    return list(dict.fromkeys(name.pair for name in folders))
+
+
+def _pairs(folders: dict[RunName, Path], on_part: Callable[[str], None]) -> list[Pair]:
     pairs = []
-    for pair in dict.fromkeys(name.pair for name in folders):
+    for pair in pair_names(folders):
+        on_part(f"the runs of {pair}")
         mine = {name: path for name, path in folders.items() if name.pair == pair}
         rules = tuple(f"{variant}={pair}-{variant}-*" for variant in dict.fromkeys(name.variant for name in mine))
         has_baseline = any(name.variant == BASELINE for name in mine)
         options = Options(groups=rules, baseline=BASELINE if has_baseline else None)
-        try:
-            comparison = compare(list(mine.values()), [str(name) for name in mine], options)
-        except RunFolderError as error:
-            raise EvidenceError(error.problem, error.remedy) from error
+        comparison = compare(list(mine.values()), [str(name) for name in mine], options)
         pairs.append(Pair(pair, comparison, mine))
     return pairs

@@ -17,6 +17,7 @@ from verl_tim.diagnosis.calibrate_page import bound
 from verl_tim.diagnosis.drift import DriftError, Measured, forecast, pull_of
 from verl_tim.diagnosis.dumped import Dumped
 from verl_tim.diagnosis.early_warning import SIGNALS, Departure
+from verl_tim.diagnosis.errors import DiagnosisError
 from verl_tim.diagnosis.formats import percent, short
 from verl_tim.diagnosis.groups import Group
 from verl_tim.diagnosis.halves import CalibrationError, part_of
@@ -142,7 +143,7 @@ def lengths(evidence: Evidence) -> Table:
             try:
                 known = _known(folder)
             except TokenDumpError as error:
-                notes.append(f"{pair.name} {variant}: {_from_runs(str(error), evidence)}.")
+                notes.append(f"{pair.name} {variant}: {_problem(error, evidence)}.")
                 continue
             if known is None:
                 notes.append(f"{pair.name} {variant}: its dumps have no log-probs of the trainer (bypass).")
@@ -177,7 +178,7 @@ def rejected(evidence: Evidence) -> Table:
             dumped = Dumped.read(folder)
             half = part_of(dumped, np.ones(dumped.sequences, bool))
         except (TokenDumpError, CalibrationError) as error:
-            notes.append(f"{pair.name}: {_from_runs(str(error), evidence)}")
+            notes.append(f"{pair.name}: {_problem(error, evidence)}.")
             continue
         for name in CORRECTIONS:
             found = effect_of(name, half)
@@ -238,7 +239,7 @@ def thresholds(evidence: Evidence) -> Table:
         try:
             found = calibrate(mismatch, exact)
         except (CalibrationError, TokenDumpError) as error:
-            notes.append(f"{pair.name}: {_from_runs(str(error), evidence)}")
+            notes.append(f"{pair.name}: {_problem(error, evidence)}.")
             continue
         rows.append((pair.name, "no rejection", NONE, "0 %", short(found.none.skew), percent(found.none.effective)))
         for c in found.best_per_rule()[:BEST_RULES]:
@@ -318,7 +319,7 @@ def forecasts(evidence: Evidence) -> Table:
         try:
             pull = _pull(pair)
         except (DriftError, TokenDumpError) as error:
-            notes.append(f"{pair.name}: the pull of the advantages is not known: {_from_runs(str(error), evidence)}.")
+            notes.append(f"{pair.name}: the pull of the advantages is not known: {_problem(error, evidence)}.")
             continue
         length = _mean(baseline, "response_length/mean")
         for group in pair.comparison.groups:
@@ -328,7 +329,7 @@ def forecasts(evidence: Evidence) -> Table:
                 seeds = pair.same_seed(group, baseline)
                 f = forecast(group, baseline, pull=pull, rule=pair.comparison.options.band, same_seed=seeds)
             except DriftError as error:
-                notes.append(f"{pair.name}: {error}.")
+                notes.append(f"{pair.name}: {_problem(error, evidence)}.")
                 continue
             if f.gap.seen:
                 told.append(f"{pair.name} {group.name}")
@@ -427,7 +428,10 @@ def _pull(pair: Pair) -> float:
     folder = pair.dumped(BASELINE) or pair.dumped(MISMATCHING)
     if folder is None:
         raise DriftError("no token dumps")
-    return pull_of(Dumped.read(folder).tokens["advantage"].to_numpy(dtype=float))
+    try:
+        return pull_of(Dumped.read(folder).tokens["advantage"].to_numpy(dtype=float))
+    except DriftError as error:
+        raise DriftError(f"{folder.name}: {error.problem}", error.remedy) from error
 
 
 def _no_exact_run(pair: Pair) -> str:
@@ -468,9 +472,10 @@ def _range(low: int, high: int) -> str:
     return str(low) if low == high else f"{low}–{high}"
 
 
-def _from_runs(text: str, evidence: Evidence) -> str:
-    """An error's text with its paths from the runs' folder on, whichever way that was given."""
-    assert evidence.folder is not None, "there are runs"
+def _problem(error: DiagnosisError, evidence: Evidence) -> str:
+    """What is wrong with the runs, with paths from their folder on, whichever way that was given. The remedy is left
+    out: it is of options and keys of the command that the error was made for, and the page has none."""
+    text = error.problem
     for folder in (evidence.folder, evidence.folder.absolute()):
         text = text.replace(f"{folder}/", "")
     return text

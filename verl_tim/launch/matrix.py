@@ -17,6 +17,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from verl_tim.home import NOBODY, REMEDY, expanded, of_nobody
 from verl_tim.launch.compose import RECIPE_KEY, compose_config, hydra_for
 from verl_tim.launch.errors import Finding, LaunchError
 from verl_tim.launch.exit_code import INTERRUPTED
@@ -83,7 +84,9 @@ def matrix_of(recipe: Recipe, overrides: Sequence[str]) -> Matrix:
     with hydra_for(recipe):
         config = compose_config(recipe, common)
     swept, common = _with_own_sweep(config, swept, common)
-    folder = Path(str(config.tim.run_dir)).expanduser().absolute()
+    if of_nobody(str(config.tim.run_dir)):
+        raise LaunchError.of("tim.run_dir", f"{config.tim.run_dir}: {NOBODY}", REMEDY)
+    folder = expanded(str(config.tim.run_dir)).absolute()
     kept = [
         word
         for word in common

@@ -13,6 +13,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from verl_tim.home import NOBODY, REMEDY, expanded, of_nobody
 from verl_tim.launch import environment
 from verl_tim.launch.checks import keys, made
 from verl_tim.launch.checks.keys import MADE_FROM
@@ -30,7 +31,9 @@ def absolute_paths(config: DictConfig) -> None:
         value = config.tim[name]
         if not value or not isinstance(value, str):
             raise LaunchError.of(f"tim.{name}", f"is {value!r}", f"give a folder: tim.{name}=FOLDER")
-        config.tim[name] = str(Path(value).expanduser().absolute())
+        if of_nobody(value):  # a folder of that name is what nobody means
+            raise LaunchError.of(f"tim.{name}", f"{value}: {NOBODY}", REMEDY)
+        config.tim[name] = str(expanded(value).absolute())
     _expand_homes(config)
     _name_by_folder(config)
     _name_trackers(config)
@@ -40,7 +43,7 @@ def absolute_paths(config: DictConfig) -> None:
             OmegaConf.update(config, key, _file_of_package(key, value))
     baseline = OmegaConf.select(config, "tim.gate.baseline")
     if isinstance(baseline, str):  # what else it may be, the start-up checks say
-        config.tim.gate.baseline = str(Path(baseline).expanduser().absolute())
+        config.tim.gate.baseline = str(expanded(baseline).absolute())
 
 
 def complete(config: DictConfig, environ: Mapping[str, str] | None = None) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass
 from importlib import resources
-from pathlib import Path
 
+from verl_tim.home import expanded
 from verl_tim.launch.errors import LaunchError
 
 RECIPES_PACKAGE = "verl_tim.recipes"
@@ -35,7 +35,7 @@ def find_recipe(value: str) -> Recipe:
     Raises LaunchError for a name or file that does not exist.
     """
     if names_a_file(value):
-        path = Path(value).expanduser().absolute()
+        path = expanded(value).absolute()
         if not path.is_file():
             raise LaunchError.of(
                 "recipe",

@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from verl_tim.doctor.examine import examine
 from verl_tim.doctor.view import View
+from verl_tim.home import expanded
 from verl_tim.launch import environment, prepare
 from verl_tim.launch.checks import keys
 from verl_tim.launch.checks.model import KEY as MODEL_KEY
@@ -142,8 +143,8 @@ def _pinned(config: DictConfig, given: Sequence[str]) -> list[str]:
     fixed = {key: str(OmegaConf.select(config, key)) for key in _FIXED}
     for key in _FILES:
         value = OmegaConf.select(config, key)
-        if isinstance(value, str) and not value.startswith("/") and Path(value).expanduser().exists():
-            fixed[key] = str(Path(value).expanduser().absolute())
+        if isinstance(value, str) and not value.startswith("/") and expanded(value).exists():
+            fixed[key] = str(expanded(value).absolute())
     words = [
         *(f"{key}={_value(value)}" for key, value in fixed.items()),
         # the cluster that the launcher started; RAY_ADDRESS says which where there are several

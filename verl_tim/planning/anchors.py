@@ -122,5 +122,6 @@ def _alone(*, engine: str = "vexact", numerics: str = "contract", sequences: int
         log_prob_tokens=None, log_prob_sequences=1, recompute_share=0.0, reference=False, engine=engine,
         rollout_bytes=2, tensor_parallel=1, pipeline_parallel=1, utilization=0.85, max_sequences=sequences,
         max_batched_tokens=8192, max_model_length=40960, graphs=True, frees=True, kv_tokens=None, kv_bytes=None,
-        page_size=64, prefix_cache=False, bucket_bytes=1 << 29, agent_workers=1, steps=1, training_epochs=1,
+        kv_fraction=0.3, page_size=64, cpu_page_size=16, prefix_cache=False, bucket_bytes=1 << 29, agent_workers=1,
+        steps=1, training_epochs=1,
     )  # fmt: skip

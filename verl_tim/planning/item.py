@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Item:
-    """Bytes on one GPU.
+    """Bytes on one GPU, or on one machine without any.
 
     Attributes:
         name: what it is.

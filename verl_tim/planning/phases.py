@@ -31,7 +31,7 @@ def phases(shape: Shape, settings: Settings, gpu: Gpu) -> tuple[Phase, ...]:
     come layer by layer (verl forces CPUOffloadPolicy on it), so that it holds less than the log-probs' pass."""
     s = settings
     rollout = RolloutMemory(shape, s, gpu.memory)
-    trainer = TrainerMemory(shape, s, accumulates=_accumulates(s))
+    trainer = TrainerMemory(shape, s, accumulates=accumulates(s))
     idle = () if s.frees else rollout.awake()
     update_tokens, pass_tokens = s.micro_tokens(update=True), s.micro_tokens(update=False)
     update = max(trainer.update_moments(update_tokens), key=lambda moment: moment.total)
@@ -53,7 +53,7 @@ def phases(shape: Shape, settings: Settings, gpu: Gpu) -> tuple[Phase, ...]:
     )
 
 
-def _accumulates(s: Settings) -> bool:
+def accumulates(s: Settings) -> bool:
     """Whether an optimiser step may take several micro-batches: unless one is known to hold all of the rank's."""
     return s.micro_tokens(update=True) < max(1.0, s.mini_sequences) * s.longest / s.sequence_parallel
 

@@ -59,15 +59,8 @@ class Memory:
         """Empty where the run fits."""
         found = []
         for phase in self.phases:
-            if phase.total > self.gpu.memory:
-                largest = ", ".join(f"{item.name} {size(item.nbytes)}" for item in phase.largest[:3])
-                found.append(
-                    Misfit(
-                        phase.name,
-                        f"needs {size(phase.total)} of {size(self.gpu.memory)} ({self.gpu.name}) at its "
-                        f"fullest ({phase.moment}); the largest: {largest}",
-                    )
-                )
+            if problem := phase.problem(self.gpu.memory, self.gpu.name):
+                found.append(Misfit(phase.name, problem))
         rollout, s = self.rollout, self.settings
         if rollout.pool_tokens < s.max_model_length:
             found.append(
@@ -127,18 +120,7 @@ class Plan:
             "gpu": {"name": memory.gpu.name, "memory": memory.gpu.memory, "source": memory.gpu.source},
             "gpus": s.gpus,
             "replicas": s.replicas,
-            "phases": [
-                {
-                    "name": phase.name,
-                    "moment": phase.moment,
-                    "bytes": round(phase.total),
-                    "items": [
-                        {"name": i.name, "bytes": round(i.nbytes), "why": i.why, "assumed": i.assumed}
-                        for i in phase.items
-                    ],
-                }
-                for phase in memory.phases
-            ],
+            "phases": [phase.to_mapping() for phase in memory.phases],
             "host_bytes_per_node": round(memory.host_bytes),
             "misfits": [vars(misfit) for misfit in memory.misfits],
             "kv_pool": {
@@ -147,12 +129,7 @@ class Plan:
                 "sequences_at_mean": self._sequences(self.prompts.mean + self.answers.mean),
                 "sequences_at_longest": self._sequences(s.longest),
             },
-            "lengths": {
-                "prompt": {"mean": self.prompts.mean, "longest": self.prompts.longest},
-                "answer": {"mean": self.answers.mean, "longest": self.answers.longest},
-                "means_assumed": self.assumed_means,
-                "distribution": "largest entropy for that mean and longest",
-            },
+            "lengths": lengths_mapping(self.prompts, self.answers, assumed=self.assumed_means),
             "step": None if self.step is None else _step_mapping(self.step),
             "run": {
                 "steps": self.steps,
@@ -164,6 +141,16 @@ class Plan:
 
     def _sequences(self, length: float) -> int:
         return int(self.memory.rollout.pool_tokens / length)
+
+
+def lengths_mapping(prompts: Lengths, answers: Lengths, *, assumed: bool) -> dict[str, Any]:
+    """Plain values, for JSON; `assumed`: the means were not given."""
+    return {
+        "prompt": {"mean": prompts.mean, "longest": prompts.longest},
+        "answer": {"mean": answers.mean, "longest": answers.longest},
+        "means_assumed": assumed,
+        "distribution": "largest entropy for that mean and longest",
+    }
 
 
 def _step_mapping(step: StepTime) -> dict[str, Any]:

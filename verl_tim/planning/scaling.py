@@ -151,7 +151,8 @@ def markdown(rows: Sequence[Forecast]) -> str:
         ]  # fmt: skip
     parts += ["### Rates that were not measured", "", "| rate | value | from |", "| --- | --- | --- |"]
     for name, entry in table().items():
-        if isinstance(entry, dict) and entry.get("kind") == "assumed":
+        # `cpu_*` are of machines without a GPU, of which there is no forecast
+        if isinstance(entry, dict) and entry.get("kind") == "assumed" and not name.startswith("cpu_"):
             parts.append(f"| `{name}` | {entry['value']:.3g} | {entry['source']} |")
     return "\n".join([*parts, ""])
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from verl_tim.engine.config import EngineConfig
 from verl_tim.launch.errors import Finding, LaunchError
 from verl_tim.planning.shape import Shape
 from verl_tim.sequence_parallel import sequence_parallel_key
@@ -67,7 +68,9 @@ class Settings:
     frees: bool
     kv_tokens: int | None
     kv_bytes: int | None
+    kv_fraction: float  # of a CPU's free memory
     page_size: int
+    cpu_page_size: int
     prefix_cache: bool
     bucket_bytes: int
     agent_workers: int
@@ -281,8 +284,10 @@ def _rollout(reader: _Reader) -> dict[str, Any]:
         "graphs": not reader.flag(f"{ROLLOUT}.enforce_eager", False),
         "frees": reader.flag(f"{ROLLOUT}.free_cache_engine", True),
         "kv_tokens": options.get("kv_cache_tokens") if ours else None,
-        "kv_bytes": options.get("kv_cache_bytes") if ours else None,
+        "kv_bytes": options.get("kv_cache_bytes" if ours else "kv_cache_memory_bytes"),
+        "kv_fraction": float(options.get("kv_memory_fraction") or EngineConfig.kv_memory_fraction),
         "page_size": int(options.get("page_size") or 64) if ours else 16,
+        "cpu_page_size": int(options.get("page_size") or 16) if ours else 16,
         "prefix_cache": reader.flag(f"{ROLLOUT}.enable_prefix_caching", True) if cached is None else bool(cached),
         "bucket_bytes": reader.count(f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes", 2048) << 20,
         "agent_workers": reader.count(f"{ROLLOUT}.agent.num_workers", 8),

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import pyarrow.parquet as pq
 from omegaconf import DictConfig, OmegaConf
 
 from verl_tim.doctor.source import Source, read
+from verl_tim.home import expanded
 from verl_tim.launch.checks import keys, values
 from verl_tim.launch.errors import LaunchError
 from verl_tim.launch.words import with_recipe
@@ -50,7 +50,7 @@ def _rows(config: DictConfig) -> int | None:
     if files is None:
         size = OmegaConf.select(config, "tim.task.train_size")
         return int(size) if size is not None else None
-    paths = [Path(str(file)).expanduser() for file in ([files] if isinstance(files, str) else files)]
+    paths = [expanded(str(file)) for file in ([files] if isinstance(files, str) else files)]
     if not all(path.is_file() and path.suffix == ".parquet" for path in paths):
         return None
     return sum(int(pq.read_metadata(path).num_rows) for path in paths)

@@ -13,6 +13,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
+from verl_tim.home import NOBODY, REMEDY, expanded, of_nobody
 from verl_tim.tasks.errors import InputError
 from verl_tim.tasks.locked import locked
 
@@ -49,10 +50,24 @@ def file_sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
+def cache_folder(cache_dir: str | os.PathLike[str] | None) -> Path:
+    """The cache; None: where it is by default.
+
+    Raises:
+        InputError: the home of nobody.
+    """
+    return _expanded(cache_dir if cache_dir is not None else DEFAULT_CACHE_DIR, "tim.cache_dir (--cache-dir)")
+
+
+def _expanded(folder: str | os.PathLike[str], key: str) -> Path:
+    if of_nobody(folder):
+        raise InputError(f"{key}: {os.fspath(folder)}: {NOBODY}; {REMEDY}")
+    return expanded(folder)
+
+
 def cached_folder(kind: str, label: str, spec: Mapping[str, Any], cache_dir: str | os.PathLike[str] | None) -> Path:
     """Where the cache keeps the artifact: `<cache_dir>/<kind>/<label>-<first digits of the content key>`."""
-    base = Path(cache_dir if cache_dir is not None else DEFAULT_CACHE_DIR).expanduser()
-    return base / kind / f"{label}-{content_key(spec)[:12]}"
+    return cache_folder(cache_dir) / kind / f"{label}-{content_key(spec)[:12]}"
 
 
 def make_once(
@@ -82,7 +97,7 @@ def make_once(
         InputError: the folder holds something else, or its files are not those it was published with.
         NotMade: it would have to be made, within `only_found`.
     """
-    folder = folder.expanduser().absolute()
+    folder = _expanded(folder, "--out").absolute()
     key = content_key(spec)
     if folder.exists() and _is_reusable(folder, card_name, key, overwrite=overwrite, anew=anew):
         return folder

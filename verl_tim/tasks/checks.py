@@ -16,6 +16,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from verl_tim.home import expanded
 from verl_tim.tasks.errors import InputError
 
 _ROWS_LOOKED_AT = 64
@@ -42,7 +43,7 @@ def check_dataset(
     Raises:
         InputError: no such file, not such a file, empty, a needed column missing or of a wrong form.
     """
-    file = Path(path).expanduser()
+    file = expanded(path)
     if not file.is_file():
         kind = "is a folder" if file.is_dir() else "does not exist"
         raise InputError(f"{key}: {file} {kind}; give a parquet file, for instance one made by `verl-tim data`")

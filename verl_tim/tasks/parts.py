@@ -20,7 +20,7 @@ from importlib.metadata import version
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from verl_tim.tasks.artifact import DEFAULT_CACHE_DIR, cached_folder, content_key, file_sha256, make_once, read_card
+from verl_tim.tasks.artifact import cache_folder, cached_folder, content_key, file_sha256, make_once, read_card
 from verl_tim.tasks.base_model import CARD
 from verl_tim.tasks.errors import InputError
 from verl_tim.tasks.file_set import replace_files
@@ -72,7 +72,7 @@ def models_in(cache_dir: str | os.PathLike[str] | None = None) -> list[Path]:
     Raises:
         InputError: it has none.
     """
-    folder = _base(cache_dir) / _MODELS
+    folder = cache_folder(cache_dir) / _MODELS
     found = sorted(path.parent for path in folder.glob(f"[!.]*/{CARD}"))
     if not found:
         raise InputError(f"{folder} holds no model: make one first (verl-tim train ... --dry-run), or name its cache")
@@ -175,10 +175,6 @@ class _Model:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
         return {name: value for name, value in self.card.items() if name not in ("key", "spec", "files")}
-
-
-def _base(cache_dir: str | os.PathLike[str] | None) -> Path:
-    return Path(cache_dir if cache_dir is not None else DEFAULT_CACHE_DIR).expanduser()
 
 
 def _checked_card(folder: Path) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from verl_tim.home import expanded
 from verl_tim.training.config import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ def settle(config: Any) -> int | None:
         ConfigError: the checkpoint lacks files; names them, and the last whole checkpoint.
     """
     mode = str(config.trainer.resume_mode)
-    folder = Path(str(config.trainer.default_local_dir)).expanduser().absolute()
+    folder = expanded(str(config.trainer.default_local_dir)).absolute()
     if mode == "auto":
         step = _tracked(folder, config)
         if step is None:

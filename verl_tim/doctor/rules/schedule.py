@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib import metadata
-from pathlib import Path
 
 from packaging.requirements import Requirement
 
 from verl_tim.doctor.rule import ACTOR, MODEL, ROLLOUT, Rules, Severity, found
 from verl_tim.doctor.view import View
+from verl_tim.home import expanded
 from verl_tim.training.determinism import SWITCH
 from verl_tim.training.finding import Finding
 from verl_tim.units import size
@@ -132,7 +132,7 @@ def disk(view: View) -> Iterator[Finding]:
     steps = view.whole("trainer.total_training_steps", 0)
     kept = view.whole("trainer.max_actor_ckpt_to_keep", 0) or max(1, steps // frequency)
     kept = min(kept, max(1, steps // frequency)) if steps else kept
-    free = view.machine.free_disk(Path(str(folder)).expanduser().absolute())
+    free = view.machine.free_disk(expanded(str(folder)).absolute())
     # a place that cannot be written to is a finding of the start-up checks
     if isinstance(free, int) and one * kept > free:
         yield found(

@@ -10,6 +10,7 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from verl_tim.home import expanded
 from verl_tim.launch.checks import chat, model
 from verl_tim.launch.errors import Finding
 
@@ -132,7 +133,7 @@ def _measured(file: str, config: DictConfig, tokenizer: Any) -> tuple[int, tuple
     Raises:
         chat.TemplateError: the template refuses one of them.
     """
-    path = Path(file).expanduser()
+    path = expanded(file)
     if path.suffix != ".parquet":
         return 0, ()
     status, options = path.stat(), json.dumps(chat.options(config), default=str)

@@ -9,6 +9,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from verl_tim.home import NOBODY, REMEDY, expanded, of_nobody
 from verl_tim.launch.checks.keys import MADE_FROM
 from verl_tim.launch.errors import Finding
 
@@ -31,7 +32,11 @@ def check_settings(config: DictConfig) -> Iterator[Finding]:
 def check_places(config: DictConfig) -> Iterator[Finding]:
     """Folders that cannot be made or written to."""
     refused: list[Path] = []
-    for key, folder in _places(config):
+    for key, given in _places(config):
+        if of_nobody(given):  # verl would make a folder of that name
+            yield Finding(key, f"{given}: {NOBODY}", REMEDY)
+            continue
+        folder = expanded(given).absolute()
         # the part of the path that is there already
         there = next(place for place in (folder, *folder.parents) if place.exists() or place.is_symlink())
         if any(there == place or place in there.parents for place in refused):
@@ -45,7 +50,7 @@ def check_places(config: DictConfig) -> Iterator[Finding]:
         refused.append(there)
 
 
-def _places(config: DictConfig) -> Iterator[tuple[str, Path]]:
+def _places(config: DictConfig) -> Iterator[tuple[str, str]]:
     """The folders that this run will write to, by the key that names each."""
     keys = ["tim.run_dir", "tim.cache_dir"]
     if config.trainer.save_freq > 0:
@@ -56,7 +61,7 @@ def _places(config: DictConfig) -> Iterator[tuple[str, Path]]:
     for key in keys:
         folder = OmegaConf.select(config, key)
         if folder and "://" not in str(folder):
-            yield key, Path(folder).expanduser().absolute()
+            yield key, str(folder)
 
 
 def _not_writable(folder: Path) -> str:

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 from omegaconf import DictConfig, OmegaConf
 
+from verl_tim.home import expanded
 from verl_tim.launch.errors import Finding
 from verl_tim.training.config import WORKER_ENVIRONMENT, joins_a_cluster
 
@@ -51,10 +52,10 @@ def _wandb_login(config: DictConfig) -> Iterator[Finding]:
     if _variable(config, "WANDB_API_KEY") or _variable(config, "WANDB_IDENTITY_TOKEN_FILE"):
         return
     base = _variable(config, "WANDB_BASE_URL")
-    if base is None and (Path("~/.config/wandb/settings").expanduser().exists() or Path("wandb/settings").exists()):
+    if base is None and (expanded("~/.config/wandb/settings").exists() or Path("wandb/settings").exists()):
         return  # a server may be named there
     host = urlsplit(base or WANDB_HOST).hostname or ""
-    if not any(_in_netrc(Path(file).expanduser(), host) for file in _netrc_files()):
+    if not any(_in_netrc(expanded(file), host) for file in _netrc_files()):
         yield Finding(
             KEY,
             f"wandb sends to {host}, and there is no login for it (WANDB_API_KEY, or an entry in ~/.netrc)",
@@ -80,7 +81,7 @@ def _swanlab(config: DictConfig) -> Iterator[Finding]:
         yield Finding(KEY, "swanlab in mode local needs the package swanboard", "pip install 'swanlab[dashboard]'")
     if mode not in ("cloud", "online") or joins_a_cluster(config) or _variable(config, "SWANLAB_API_KEY"):
         return
-    folder = Path(_variable(config, "SWANLAB_SAVE_DIR") or "~/.swanlab").expanduser()
+    folder = expanded(_variable(config, "SWANLAB_SAVE_DIR") or "~/.swanlab")
     if not (folder / ".netrc").is_file():
         yield Finding(
             KEY,

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tqdm import tqdm
 
-from verl_tim.tasks.artifact import DEFAULT_CACHE_DIR, cached_folder, file_sha256, make_once
+from verl_tim.tasks.artifact import cache_folder, cached_folder, file_sha256, make_once
 from verl_tim.tasks.errors import InputError
 from verl_tim.tasks.published.distinct import distinct
 from verl_tim.tasks.published.hub import FetchedFile, fetch
@@ -97,7 +97,7 @@ def build_published(
         answer=answer,
         data_source=data_source,
     )
-    downloads = Path(cache_dir if cache_dir is not None else DEFAULT_CACHE_DIR).expanduser() / "downloads"
+    downloads = cache_folder(cache_dir) / "downloads"
     folder = Path(out_dir) if out_dir is not None else cached_folder("data", name, spec, cache_dir)
     folder = make_once(
         folder,
