@@ -104,9 +104,7 @@ def _send(comparison: Comparison, paths: list[Path], folder: Path, project: str 
         raise LaunchError.of("--wandb", first_line(error), remedy) from error
 
 
-def write_comparison(
-    comparison: Comparison, folder: Path, *, png: bool = False, option: str = "--out"
-) -> list[Path]:
+def write_comparison(comparison: Comparison, folder: Path, *, png: bool = False, option: str = "--out") -> list[Path]:
     """Write it (`Comparison.write`), and say on stderr where that replaces the comparison of other runs.
 
     Args:

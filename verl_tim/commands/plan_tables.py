@@ -106,9 +106,7 @@ def _show_pool(plan: Plan) -> None:
     table("Rollout", ("", ""), [*rows, _lengths_row(plan.prompts, plan.answers, assumed=plan.assumed_means)])
 
 
-def _pool_rows(
-    rollout: RolloutMemory, s: Settings, prompts: Lengths, answers: Lengths
-) -> list[tuple[str, str]]:
+def _pool_rows(rollout: RolloutMemory, s: Settings, prompts: Lengths, answers: Lengths) -> list[tuple[str, str]]:
     mean = prompts.mean + answers.mean
     each = -(-s.sequences // s.replicas)
     return [
