@@ -614,7 +614,7 @@ def test_what_is_misspelt_is_looked_for_once_and_told_to_the_check_that_needs_it
         asked.append(misspelt)
         return []
 
-    rows = [Check("spelling", "", spelling, names_misspelt=True), Check("verl", "", of_verl, takes_misspelt=True)]
+    rows = [Check("spelling", spelling, names_misspelt=True), Check("verl", of_verl, takes_misspelt=True)]
     config = OmegaConf.create({})
     assert [check.name for check, _ in run_checks(config, rows)] == ["spelling", "verl"]
     assert [check.name for check, _ in run_checks(config, rows, spelt=True)] == ["verl"]
@@ -627,7 +627,7 @@ def test_a_finding_of_what_the_others_compute_with_ends_the_list():
     def finds(config):
         yield Finding("data.seed", "is wrong", "mend it")
 
-    rows = [Check("one", "", finds, ends_the_list=True), Check("two", "", finds)]
+    rows = [Check("one", finds, ends_the_list=True), Check("two", finds)]
     assert [check.name for check, _ in run_checks(OmegaConf.create({}), rows)] == ["one"]
-    rows = [Check("one", "", lambda config: [], ends_the_list=True), Check("two", "", finds)]
+    rows = [Check("one", lambda config: [], ends_the_list=True), Check("two", finds)]
     assert [check.name for check, _ in run_checks(OmegaConf.create({}), rows)] == ["one", "two"]

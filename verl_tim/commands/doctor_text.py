@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import ItemsView, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from verl_tim.commands.output import stdout
@@ -32,7 +32,7 @@ def show(source: str, result: Report, correction: RolloutCorrectionConfig | None
     if correction is not None:
         told = correction.describe() if correction.enabled else "rollout correction: none"
         console.print(told, markup=False, soft_wrap=True)
-    for title, violations in _groups(result.violations):
+    for title, violations in _groups(result.violations).items():
         _say_group(console, title, violations, result, why)
     console.print(_sentence(source, result, machine), markup=False, soft_wrap=True)
     if machine and (local := [one for one in result.violations if one.of_machine and one.level.value != "note"]):
@@ -53,13 +53,13 @@ def _states(result: Report) -> Iterator[str]:
         yield f"{len(names)} ok" if state == "ok" else f"{', '.join(names)}: {state}"
 
 
-def _groups(violations: Iterable[Violation]) -> ItemsView[str, list[Violation]]:
+def _groups(violations: Iterable[Violation]) -> dict[str, list[Violation]]:
     """By what they do; the order of the report is kept."""
     groups: dict[str, list[Violation]] = {}
     for one in violations:
         title = _BLOCKS if one.blocks else one.severity.value
         groups.setdefault(f"{title} ({one.level.value})" if title != one.level.value else title, []).append(one)
-    return groups.items()
+    return groups
 
 
 def _say_group(console: Console, title: str, violations: list[Violation], result: Report, why: bool) -> None:

@@ -319,14 +319,23 @@ def progress_of(path: Path, config: Mapping[str, Any] | None = None) -> Progress
     return Progress(last, total if isinstance(total, int) else None, _exit_code(path))
 
 
-def _exit_code(path: Path) -> int | None:
+def attempts(path: Path) -> list[dict[str, Any]]:
+    """What `verl-tim train` wrote of each start of the run in a folder that has ended; [] where there is no list.
+
+    Raises:
+        RunFolderError: a damaged list.
+    """
     file = path / ATTEMPTS_NAME
+    return [entry for _, entry in read_json_lines(file)[0]] if file.is_file() else []
+
+
+def _exit_code(path: Path) -> int | None:
     try:
-        entries = read_json_lines(file)[0] if file.is_file() else []
+        entries = attempts(path)
     except RunFolderError:
         return None  # it says no more than a list that is not there
     # fewer than starts: the last one has not ended, or nobody saw it end
-    code = entries[-1][1].get("exit_code") if len(entries) >= attempt_number(path) else None
+    code = entries[-1].get("exit_code") if len(entries) >= attempt_number(path) else None
     return code if isinstance(code, int) else None
 
 

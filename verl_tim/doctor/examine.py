@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from verl_tim.doctor.pair import PAIR, mended_by_pair
-from verl_tim.doctor.rule import Level, Rule, Severity, Violation
+from verl_tim.doctor.rule import Level, Rule, Severity, Violation, key_of
 from verl_tim.doctor.rules import OWN, start
 from verl_tim.doctor.view import View
 from verl_tim.launch.checks import CHECKS, Check, keys, made, one_per_key, run_checks, verl_config
@@ -74,14 +74,14 @@ def examine(view: View, *, exact: bool = False, folder_is_free: bool = True, dam
     """
     held_to_exactness = exact or view.zero_mismatch or not view.has_tim_group
     checks, at_start = _start(view, folder_is_free, damaged)
-    found = [(rule, finding) for rule in OWN if _looks(rule, view) for finding in rule.examine(view)]
+    found = [(rule, finding) for rule in OWN if rule.looks_at(view) for finding in rule.examine(view)]
     # one condition may be a rule of the doctor's and a reason to refuse a start: said once, as an error
-    refused = {(_key(finding), finding.problem) for _, finding in at_start}
-    said = {(_key(finding), finding.problem) for _, finding in found}
-    found += [(rule, finding) for rule, finding in at_start if (_key(finding), finding.problem) not in said]
+    refused = {(key_of(finding), finding.problem) for _, finding in at_start}
+    said = {(key_of(finding), finding.problem) for _, finding in found}
+    found += [(rule, finding) for rule, finding in at_start if (key_of(finding), finding.problem) not in said]
     violations = []
     for rule, finding in found:
-        blocks = rule.at_start or (_key(finding), finding.problem) in refused
+        blocks = rule.at_start or (key_of(finding), finding.problem) in refused
         level = Level.ERROR if blocks else _level(rule.severity, held_to_exactness)
         remedy = typeable(finding.remedy or rule.remedy, view.given)
         violations.append(
@@ -89,7 +89,7 @@ def examine(view: View, *, exact: bool = False, folder_is_free: bool = True, dam
                 rule.id,
                 rule.severity,
                 level,
-                _key(finding),
+                key_of(finding),
                 finding.problem,
                 rule.why,
                 remedy,
@@ -132,15 +132,6 @@ def _level(severity: Severity, held_to_exactness: bool) -> Level:
     return {Severity.WASTE: Level.WARNING, Severity.NOTE: Level.NOTE}.get(severity, Level.ERROR)
 
 
-def _looks(rule: Rule, view: View) -> bool:
-    return view.machine is not None or not rule.needs_machine
-
-
-def _key(finding: Finding) -> str:
-    """The key alone: some findings of the engine's options name the value behind it."""
-    return finding.key.partition("=")[0]
-
-
 def _start(
     view: View, folder_is_free: bool, damaged: Sequence[Finding]
 ) -> tuple[tuple[CheckState, ...], list[tuple[Rule, Finding]]]:
@@ -171,7 +162,7 @@ def _start(
                 pairs += [(start.CHECK_RULES[check.name], finding) for finding in damaged]
             looked = check in ran
         for rule, finding in pairs:
-            by_key.setdefault(_key(finding), (rule, finding))
+            by_key.setdefault(key_of(finding), (rule, finding))
         findings = [
             replace(one, remedy=typeable(one.remedy, view.given)) for one in one_per_key(one for _, one in pairs)
         ]
@@ -183,7 +174,7 @@ def _start(
 def _start_checks(view: View) -> Iterable[tuple[Rule, Finding]]:
     left_to_us = {key for key in keys.MADE_FROM if OmegaConf.select(view.config, key, throw_on_missing=False) is None}
     for rule in start.START_RULES:
-        if _looks(rule, view) and start.applies(rule, view):
+        if rule.looks_at(view) and start.applies(rule, view):
             yield from ((rule, finding) for finding in rule.examine(view) if finding.key not in left_to_us)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from verl_tim.doctor.rule import Severity, Violation
+from verl_tim.doctor.rule import Severity, Violation, key_of
 from verl_tim.doctor.rules import OWN
 from verl_tim.doctor.view import View
 from verl_tim.training.remedy import OVERRIDES
@@ -21,9 +21,9 @@ def mended_by_pair(view: View, violations: Sequence[Violation]) -> tuple[Violati
         return ()
     with_pair = view.changed([word for option in PAIR.split() for word in OVERRIDES[option]])
     left = {
-        (rule.id, finding.key.partition("=")[0])
+        (rule.id, key_of(finding))
         for rule in OWN
-        if rule.severity is Severity.EXACTNESS and (view.machine is not None or not rule.needs_machine)
+        if rule.severity is Severity.EXACTNESS and rule.looks_at(with_pair)
         for finding in rule.examine(with_pair)
     }
     ended = [

@@ -65,6 +65,10 @@ class Rule:
     at_start: bool = False
     needs_machine: bool = False
 
+    def looks_at(self, view: View) -> bool:
+        """Whether it has something to look at: what needs a machine is silent where that is left out."""
+        return view.machine is not None or not self.needs_machine
+
 
 class Violation(NamedTuple):
     """One mistake: what a rule found, complete, and what other rules found in the same setting.
@@ -113,6 +117,11 @@ class Rules(list[Rule]):
             return examine
 
         return register
+
+
+def key_of(finding: Finding) -> str:
+    """The key alone: some findings of the engine's options name the value behind it."""
+    return finding.key.partition("=")[0]
 
 
 def found(key: str, problem: str, remedy: str = "") -> Finding:

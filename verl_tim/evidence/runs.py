@@ -11,9 +11,8 @@ from typing import Any
 from verl_tim.diagnosis.compare import Comparison, Options, compare
 from verl_tim.diagnosis.errors import DiagnosisError
 from verl_tim.diagnosis.groups import Group
-from verl_tim.diagnosis.metric_log import read_json_lines
 from verl_tim.diagnosis.run import Run
-from verl_tim.diagnosis.run_folder import ATTEMPTS_NAME, METRICS_NAME, parts
+from verl_tim.diagnosis.run_folder import METRICS_NAME, attempts, parts
 from verl_tim.diagnosis.token_dump import dumped_steps
 from verl_tim.evidence.names import BASELINE, MIXTURE, PLANNED, VARIANTS, RunName
 from verl_tim.launch.exit_code import INTERRUPTED
@@ -134,9 +133,8 @@ class Progress:
     @classmethod
     def of(cls, run: Run, folder: Path) -> Progress:
         total = ((run.config or {}).get("trainer") or {}).get("total_training_steps")
-        path = folder / ATTEMPTS_NAME
-        entries = read_json_lines(path)[0] if path.is_file() else []
-        why = _why(entries[-1][1]) if entries else ""
+        entries = attempts(folder)
+        why = _why(entries[-1]) if entries else ""
         return cls(run.steps, None if total is None else int(total), why)
 
     @property

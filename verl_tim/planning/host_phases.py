@@ -17,7 +17,6 @@ The trainer's formulas are those of a GPU (`trainer_memory`), every rank of the 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 from verl_tim.planning.host import Host
@@ -46,26 +45,14 @@ class HostRollout(RolloutMemory):
     free: float = 0.0
 
     @property
-    def pool(self) -> float:
-        """Bytes of the KV pool."""
+    def room(self) -> float:
         s = self.settings
-        if s.kv_tokens is not None:
-            return s.kv_tokens * self.token_bytes
-        if s.kv_bytes is not None:
-            return float(s.kv_bytes)
-        if s.engine == "vllm":
-            return self.total * s.utilization / s.replica_gpus
-        useful = s.max_sequences * math.ceil(s.max_model_length / s.page_size) * s.page_size
-        return min(self.free * s.kv_fraction / s.replica_gpus, useful * self.token_bytes)
+        share = self.total * s.utilization if s.engine == "vllm" else self.free * s.kv_fraction
+        return share / s.replica_gpus
 
     def awake(self) -> tuple[Item, ...]:
-        """All that it holds while it generates."""
-        s = self.settings
-        return (
-            self.weights_item(),
-            Item("KV pool", self.pool, f"{self.pool_tokens:,} tokens x {size(self.token_bytes)}"),
-            Item("rollout's step", self.activations, f"{s.max_batched_tokens:,} rows, {s.max_sequences} sequences"),
-        )
+        """All that it holds while it generates: no graphs, and no reserve."""
+        return self.at_work()
 
 
 def on_host(settings: Settings) -> Settings:

@@ -77,11 +77,15 @@ class RolloutMemory:
             return s.kv_tokens * self.token_bytes
         if s.kv_bytes is not None:
             return float(s.kv_bytes)
-        room = self.total * s.utilization - self.weights - self.activations - self.graphs - _RESERVE
         if s.engine == "vllm":
-            return room
+            return self.room
         useful = s.max_sequences * math.ceil(s.max_model_length / s.page_size) * s.page_size
-        return min(room, useful * self.token_bytes)
+        return min(self.room, useful * self.token_bytes)
+
+    @property
+    def room(self) -> float:
+        """Bytes that there are for the pool where the config does not say its size."""
+        return self.total * self.settings.utilization - self.weights - self.activations - self.graphs - _RESERVE
 
     @property
     def pool_tokens(self) -> int:
@@ -91,14 +95,20 @@ class RolloutMemory:
 
     def awake(self) -> tuple[Item, ...]:
         """All that it holds while it generates."""
+        return (
+            *self.at_work(),
+            Item("decode graphs", self.graphs, "recorded sizes up to max_num_seqs", assumed=True),
+            Item("rollout's reserve", float(_RESERVE), "engine/memory.py"),
+        )
+
+    def at_work(self) -> tuple[Item, ...]:
+        """What generating takes on any device."""
         s = self.settings
         pool = max(0.0, self.pool)
         return (
             self.weights_item(),
             Item("KV pool", pool, f"{self.pool_tokens:,} tokens x {size(self.token_bytes)}"),
             Item("rollout's step", self.activations, f"{s.max_batched_tokens:,} rows, {s.max_sequences} sequences"),
-            Item("decode graphs", self.graphs, "recorded sizes up to max_num_seqs", assumed=True),
-            Item("rollout's reserve", float(_RESERVE), "engine/memory.py"),
         )
 
     def weights_item(self) -> Item:

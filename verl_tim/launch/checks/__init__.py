@@ -1,4 +1,4 @@
-"""The start-up checks, one row each: what they look at, and the function that lists what is wrong.
+"""The start-up checks, one row each: the name, and the function that lists what is wrong.
 
 A check takes the resolved config and yields findings; it starts nothing, downloads nothing large, and is done within
 seconds.
@@ -30,10 +30,10 @@ from verl_tim.launch.run_folder import check_free
 
 @dataclass(frozen=True)
 class Check:
-    """One row of `verl-tim doctor`.
+    """A start-up check.
 
     Attributes:
-        name, looks_at: for the row.
+        name: for people.
         run: takes the config, yields the findings.
         of_tim: it reads the `tim:` group, which a plain verl config does not have.
         of_machine: it looks at this machine, and not only at the config.
@@ -44,7 +44,6 @@ class Check:
     """
 
     name: str
-    looks_at: str
     run: Callable[..., Iterable[Finding]]
     of_tim: bool = False
     of_machine: bool = False
@@ -55,33 +54,31 @@ class Check:
 
 
 CHECKS: tuple[Check, ...] = (
-    Check("keys", "every key of tim: is known, nothing is left unset", keys.check, of_null=True),
-    Check("spelling", "no key looks like one of verl's, misspelt", keys.check_spelling, names_misspelt=True),
-    Check("values", "types, ranges, choices", values.check, ends_the_list=True),
+    Check("keys", keys.check, of_null=True),
+    Check("spelling", keys.check_spelling, names_misspelt=True),
+    Check("values", values.check, ends_the_list=True),
     Check(
         "correction",
-        "algorithm.rollout_correction: keys, values, combinations",
         correction.check,
         ends_the_list=True,
     ),
-    Check("cluster", "settings of tim.launch", cluster.check, of_tim=True),
-    Check("run folder", "tim.run_dir is free", check_free, of_tim=True),
-    Check("folders", "run folder and cache can be written to", made.check_places, of_tim=True, of_machine=True),
-    Check("prometheus", "the settings that verl writes replace nobody's own", prometheus.check, of_machine=True),
-    Check("to be made", "settings of tim.task and tim.model", made.check_settings, of_tim=True),
-    Check("machine", "GPUs where the config asks for them", machine.check, of_machine=True),
-    Check("packages", "what rollout and trackers import", machine.check_packages, of_machine=True),
-    Check("model", "config, weights and architecture", model.check_model),
-    Check("tokenizer", "what verl needs of it", model.check_tokenizer),
-    Check("data", "files, columns, rows", data.check_files),
-    Check("reward", "a reward function of your own loads", reward.check),
-    Check("lengths", "prompts and answers fit the context", data.check_lengths),
+    Check("cluster", cluster.check, of_tim=True),
+    Check("run folder", check_free, of_tim=True),
+    Check("folders", made.check_places, of_tim=True, of_machine=True),
+    Check("prometheus", prometheus.check, of_machine=True),
+    Check("to be made", made.check_settings, of_tim=True),
+    Check("machine", machine.check, of_machine=True),
+    Check("packages", machine.check_packages, of_machine=True),
+    Check("model", model.check_model),
+    Check("tokenizer", model.check_tokenizer),
+    Check("data", data.check_files),
+    Check("reward", reward.check),
+    Check("lengths", data.check_lengths),
     Check(
         "rollout and trainer",
-        "what vexact, stock, the contract and the machine allow; Ray's CPUs",
         verl_config.check_verl_tim,
     ),
-    Check("verl", "verl's own validation of the config", verl_config.check_verl, takes_misspelt=True),
+    Check("verl", verl_config.check_verl, takes_misspelt=True),
 )
 
 
