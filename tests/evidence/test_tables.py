@@ -26,6 +26,7 @@ from verl_tim.evidence.tables import (
     lengths,
     rejected_in_training,
     speeds,
+    speeds_side_by_side,
     tail,
     thresholds,
 )
@@ -180,10 +181,16 @@ def test_a_skew_that_is_chance_is_said_to_be(tmp_path):
     assert "within" not in said["leans"]
 
 
-def test_times_are_of_runs_that_were_alone_where_there_are_such(evidence, runs, tmp_path):
-    shared = speeds(evidence)
-    assert any("--alone" in note for note in shared.notes)
+def test_times_of_runs_that_shared_the_machine_say_so(evidence):
+    shared = speeds_side_by_side(evidence)
+    assert any("shared the GPU" in note for note in shared.notes)
     assert float(rows(shared, "vexact")["step, s"]) > float(rows(shared, "vllm_recompute")["step, s"])
+
+
+def test_times_of_runs_that_were_alone(evidence, runs, tmp_path):
+    none = speeds(evidence)
+    assert not none.rows
+    assert any("--alone" in note for note in none.notes)
     alone = write_matrix(tmp_path, variants=["vexact"], seeds=[1], steps=6)
     found = speeds(Evidence.read(runs, alone))
     assert [row[1] for row in found.rows] == ["vexact"]

@@ -149,7 +149,7 @@ def figure_command(
         typer.Argument(
             metavar="NAME",
             help="curves, position (pictures); first, tail, length, rejected, rejected_in_training, thresholds, speed, "
-            "forecast (tables).",
+            "speed_side_by_side, forecast (tables).",
         ),
     ],
     runs: Annotated[Path, _RUNS] = Path("runs/evidence"),

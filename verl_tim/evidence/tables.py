@@ -267,9 +267,30 @@ def _against_error(found: Calibration) -> str:
 
 
 def speeds(evidence: Evidence) -> Table:
-    """Time of a step and throughput."""
-    rows, notes = [], []
-    pairs = evidence.alone_pairs or evidence.pairs
+    """Time of a step and throughput, of runs that had the machine to themselves."""
+    if not evidence.alone_pairs:
+        return Table(_SPEED_COLUMNS, [], ["No run that had the machine to itself: --alone FOLDER."])
+    return _speeds(
+        evidence.alone_pairs, "Of short runs, each alone on the machine; without the first step, which compiles."
+    )
+
+
+def speeds_side_by_side(evidence: Evidence) -> Table:
+    """The same of the runs of the page, as they ran."""
+    return _speeds(
+        evidence.pairs,
+        "Of all runs above, which shared the GPU and the CPUs with others: what they took, not how fast a rollout is.",
+    )
+
+
+_SPEED_COLUMNS = (
+    *("runs", "variant", "step, s", "tokens drawn/s", "tokens of the batch/s"),
+    *("rollout, s", "old log-probs, s", "update, s", "weight sync, s"),
+)
+
+
+def _speeds(pairs: Sequence[Pair], note: str) -> Table:
+    rows = []
     for pair in pairs:
         for group in pair.comparison.groups:
             each = [speed(_without_first(log)) for log in group.logs]
@@ -287,13 +308,7 @@ def speeds(evidence: Evidence) -> Table:
                     ),
                 )
             )
-    if rows and not evidence.alone_pairs:
-        notes.append(
-            "Of the runs above, which may have shared the GPU and the CPUs with others: they say what those runs took, "
-            "not how fast a rollout is. Times of runs that were alone: --alone FOLDER."
-        )
-    elif rows:
-        notes.append("Of short runs, each alone on the machine; without the first step, which compiles.")
+    notes = [note]
     looks = sorted({look for pair in pairs for run in pair.comparison.runs if (look := _seconds_between_looks(run))})
     if looks:
         seconds = " or ".join(short(look) for look in looks)
@@ -301,11 +316,7 @@ def speeds(evidence: Evidence) -> Table:
             f"The trainer looks every {seconds} s for answers that are complete (`tim.poll_interval`): times of a "
             "rollout come in steps of that, and a step has half of one more than it needs."
         )
-    columns = (
-        *("runs", "variant", "step, s", "tokens drawn/s", "tokens of the batch/s"),
-        *("rollout, s", "old log-probs, s", "update, s", "weight sync, s"),
-    )
-    return Table(columns, rows, notes)
+    return Table(_SPEED_COLUMNS, rows, notes)
 
 
 def forecasts(evidence: Evidence) -> Table:
@@ -345,7 +356,7 @@ def forecasts(evidence: Evidence) -> Table:
                 )
             times = tokens = NONE
             if math.isfinite(f.factor):
-                times = f"{f.factor:,.1f} ×"
+                times = f"{short(f.factor)} ×"
                 tokens = NONE if length is None else f"{f.response_length(length):,.0f}"
             rows.append(
                 (
@@ -489,5 +500,6 @@ TABLES: dict[str, Callable[[Evidence], Table]] = {
     "rejected_in_training": rejected_in_training,
     "thresholds": thresholds,
     "speed": speeds,
+    "speed_side_by_side": speeds_side_by_side,
     "forecast": forecasts,
 }
