@@ -266,6 +266,12 @@ def _against_error(found: Calibration) -> str:
     return f"{error}."
 
 
+_SPEED_COLUMNS = (
+    *("runs", "variant", "step, s", "tokens drawn/s", "tokens of the batch/s"),
+    *("rollout, s", "old log-probs, s", "update, s", "weight sync, s"),
+)
+
+
 def speeds(evidence: Evidence) -> Table:
     """Time of a step and throughput, of runs that had the machine to themselves."""
     if not evidence.alone_pairs:
@@ -279,14 +285,9 @@ def speeds_side_by_side(evidence: Evidence) -> Table:
     """The same of the runs of the page, as they ran."""
     return _speeds(
         evidence.pairs,
-        "Of all runs above, which shared the GPU and the CPUs with others: what they took, not how fast a rollout is.",
+        "Of the runs above, which may have shared the GPU and the CPUs with others: they say what those runs took, "
+        "not how fast a rollout is. Without the first step, which compiles.",
     )
-
-
-_SPEED_COLUMNS = (
-    *("runs", "variant", "step, s", "tokens drawn/s", "tokens of the batch/s"),
-    *("rollout, s", "old log-probs, s", "update, s", "weight sync, s"),
-)
 
 
 def _speeds(pairs: Sequence[Pair], note: str) -> Table:
