@@ -5,6 +5,8 @@ import time
 import hypothesis
 import pytest
 
+from verl_tim.numerics import probe
+from verl_tim.numerics.linear import row_blocks, use_row_blocks
 from verl_tim.tasks.architectures import init_model, resolve_shape
 from verl_tim.tasks.tokenizer import build_tokenizer
 
@@ -31,6 +33,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     limit = item.config.getoption("--time-limit")
     if limit is not None and time.monotonic() - item.config.stash[BEGAN] > limit:
         pytest.skip(f"NOT RUN: --time-limit={limit:.0f} seconds had passed")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _own_schedules():
+    """What an engine's probe chose for this process ends with the file that made the engine."""
+    blocks, dropped = row_blocks(), list(probe._dropped)
+    yield
+    use_row_blocks(blocks)
+    probe._dropped[:] = dropped
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from verl_tim.numerics import attention
 from verl_tim.numerics import probe as probe_module
 from verl_tim.numerics.contract import ContractError
-from verl_tim.numerics.linear import matmul_rows
+from verl_tim.numerics.linear import matmul_rows, row_blocks, use_row_blocks
 from verl_tim.numerics.probe import ProbeShapes, probe
 
 from .bits import DTYPES
@@ -26,6 +27,15 @@ SHAPES = ProbeShapes(
     intermediate_size=96,
     moe=(6, 2, 40),
 )
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["all rows", "row blocks"])
+def blocks(request):
+    """A process starts with one product for all rows, and may have been switched to blocks by an earlier probe."""
+    before = row_blocks()
+    use_row_blocks(request.param)
+    yield request.param
+    use_row_blocks(before)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -106,12 +116,26 @@ def _stock_head(hidden, weight, target, temperature):
         ),
     ],
 )
-def test_names_the_op_that_breaks_the_contract(monkeypatch, name, fault, op):
+def test_names_the_op_that_breaks_the_contract(monkeypatch, name, fault, op, blocks):
     threads = torch.get_num_threads()
     monkeypatch.setattr(probe_module, name, fault)
-    with pytest.raises(ContractError, match=f"probe: {op} is not exact .*one product for all rows"):
+    with pytest.raises(ContractError, match=f"probe: {op} is not exact .*products of 8 rows each") as failed:
         probe("cpu", torch.float32, SHAPES)
+    assert blocks or re.match("probe: .* is not exact .*one product for all rows", str(failed.value.__cause__))
+    assert row_blocks() == blocks
     assert torch.get_num_threads() == threads
+
+
+@pytest.mark.parametrize(
+    ("name", "op"),
+    [("matmul_rows", r"linear\(128, 64\)"), ("head_logits", r"head\(99, 64\)"), ("grouped_matmul", r"grouped_linear")],
+)
+def test_bits_are_those_of_a_process_in_the_other_schedule(monkeypatch, name, op):
+    """A product that is consistent in itself and has other bits than one of few rows."""
+    product = getattr(probe_module, name)
+    monkeypatch.setattr(probe_module, name, lambda *args, **kwargs: product(*args, **kwargs) * (1 + 2.0**-23))
+    with pytest.raises(ContractError, match=rf"probe: {op}.* \(against products of 8 rows at one thread;"):
+        probe("cpu", torch.float32, SHAPES)
 
 
 def test_finds_a_split_that_moves_with_the_length(monkeypatch):

@@ -9,11 +9,17 @@ from verl_tim.numerics.grouped_linear import dispatch, grouped_matmul
 from verl_tim.numerics.linear import matmul_rows, row_blocks, use_row_blocks
 
 
-@pytest.fixture
-def blocks():
-    use_row_blocks(True)
-    yield
+@pytest.fixture(autouse=True)
+def _restored():
+    before = row_blocks()
     use_row_blocks(False)
+    yield
+    use_row_blocks(before)
+
+
+@pytest.fixture
+def blocks(_restored):
+    use_row_blocks(True)
 
 
 @pytest.mark.parametrize("rows", [1, 7, 8, 9, 40, 131])
@@ -50,17 +56,32 @@ def test_the_probe_switches_only_where_it_must(monkeypatch, second, caplog):
         return probe_module.ProbeReport("id", (1,), row_blocks=row_blocks())
 
     monkeypatch.setattr(probe_module, "_run", run)
+    if second == "fails":
+        with pytest.raises(ContractError, match="attempt 2") as failed:
+            probe_module.probe("cpu", torch.float32, None)
+        assert str(failed.value.__cause__) == "attempt 1"
+        assert not row_blocks()
+        assert probe_module.dropped_schedules() == []
+    else:
+        assert probe_module.probe("cpu", torch.float32, None).row_blocks
+        assert row_blocks()
+        assert probe_module.dropped_schedules() == ["linear: one product for all rows"]
+        assert "attempt 1: products of 8 rows each take the place" in caplog.text
+    assert seen == [False, True]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("inputs", [64, 192, 320])
+def test_a_row_has_the_bits_of_a_process_without_blocks(blocks, inputs, threads):
+    """Few rows at one thread: what an unblocked process that passed its probe computes for each of its rows."""
+    generator = torch.Generator().manual_seed(inputs)
+    x_TK, weight_PK = torch.randn(40, inputs, generator=generator), torch.randn(128, inputs, generator=generator)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
     try:
-        if second == "fails":
-            with pytest.raises(ContractError, match="attempt 1"):
-                probe_module.probe("cpu", torch.float32, None)
-            assert not row_blocks()
-            assert probe_module.dropped_schedules() == []
-        else:
-            assert probe_module.probe("cpu", torch.float32, None).row_blocks
-            assert row_blocks()
-            assert probe_module.dropped_schedules() == ["linear: one product for all rows"]
-            assert "attempt 1: products of 8 rows each take the place" in caplog.text
-        assert seen == [False, True]
+        alone = torch.cat([torch.mm(rows, weight_PK.t()) for rows in x_TK.split(8)])
+        torch.set_num_threads(threads)
+        together = matmul_rows(x_TK, weight_PK)
     finally:
-        use_row_blocks(False)
+        torch.set_num_threads(before)
+    assert torch.equal(together.view(torch.int32), alone.view(torch.int32))

@@ -2,8 +2,10 @@
 
 Vendor libraries promise nothing about rounding, and what holds on one chip, instruction set or thread count may not
 hold on the next. So every schedule in use is compared with its own row-alone run, at the model's shapes, odd row
-counts and this process's thread count against one thread (so that two processes that pass agree whatever their thread
-counts). The first differing bit raises `ContractError` with the operation, its shape, the rows and the schedule.
+counts and this process's thread count against one thread, and products also with those of `ROW_FLOOR` rows at one
+thread; so two processes of one machine that pass agree, whatever their thread counts, and whether or not
+`linear.use_row_blocks` is on in them. The first differing bit raises `ContractError` with the operation, its shape, the
+rows and the schedule.
 """
 
 from __future__ import annotations
@@ -36,6 +38,8 @@ from verl_tim.numerics.contract import (
     contract_id,
     exact_region,
     kernels,
+    operand,
+    pad_dim0,
 )
 from verl_tim.numerics.grouped_linear import Dispatch, dispatch, grouped_matmul
 from verl_tim.numerics.head import head_logits, log_probs_of, tile_parts, token_log_probs
@@ -53,6 +57,7 @@ _dropped: list[str] = []
 
 _ROWS = 136
 _ROW_COUNTS = (1, 2, 3, 5, 8, 9, 24, 40, 67, 130)
+_FEW_ROWS = f"against products of {ROW_FLOOR} rows at one thread"
 _LARGE_WEIGHT = 1 << 22  # elements; larger weights are probed at fewer row counts, to keep start-up short
 
 
@@ -151,6 +156,7 @@ class _Probe:
             name = f"linear({outputs}, {inputs})"
             self.rowwise(name, functools.partial(matmul_rows, weight_PK=weight), x, counts)
             want, start = matmul_rows(x, weight), 0
+            self.expect(name, want, products_of_few_rows(x, weight), _FEW_ROWS)
             for part in parts if len(parts) > 1 else ():
                 alone = torch.zeros(ceil_to(part, COLUMN_FLOOR), inputs, device=self.device)
                 alone[:part] = weight[start : start + part]
@@ -242,7 +248,10 @@ class _Probe:
         token = torch.randint(0, s.vocab_size, (rows,), generator=self.generator).to(self.device)
         temperature = torch.full((rows,), 0.7, device=self.device)
         with _threads(1):
-            want, _ = log_probs_of(head_logits(hidden, weight), token, temperature)
+            logits = head_logits(hidden, weight)
+            want, _ = log_probs_of(logits, token, temperature)
+        few = products_of_few_rows(operand(hidden), operand(pad_dim0(weight, COLUMN_FLOOR)))
+        self.expect(op, logits[:, : s.vocab_size], few[:, : s.vocab_size], _FEW_ROWS)
         for threads in self.report.threads:
             with _threads(threads):
                 got, _ = token_log_probs(hidden, weight, token, 0.7)
@@ -324,8 +333,9 @@ class _Probe:
             return moe_inference(rows, router, experts, gate_up, down, inner, top_k, True)
 
         self.rowwise(f"moe({self.experts})", run, x, (1,) if large else (1, 3, 9, 40))
-        logits = matmul_rows(x.to(torch.float32), router)[:, :experts]
-        plan = dispatch(route_logits(logits, top_k, True).expert_TK, experts)
+        logits = matmul_rows(x.to(torch.float32), router)
+        self.expect(f"moe({self.experts})", logits, products_of_few_rows(x.to(torch.float32), router), _FEW_ROWS)
+        plan = dispatch(route_logits(logits[:, :experts], top_k, True).expert_TK, experts)
         equal = ceil_to(max(b - a for a, b in zip(plan.starts, plan.starts[1:], strict=False)), 8)
         batched = Dispatch(plan.row_TK, [equal * e for e in range(experts + 1)], equal, equal * experts)
         single = Dispatch(plan.row_TK, batched.starts, None, batched.num_rows)
@@ -334,9 +344,24 @@ class _Probe:
             with _threads(threads):
                 got, want = grouped_matmul(rows, gate_up, batched), grouped_matmul(rows, gate_up, single)
                 self.expect(f"grouped_linear({self.experts})", got, want, "batched against one expert at a time")
+        inputs = self.random(batched.num_rows, inner).to(torch.float32)
+        for part, weight in ((rows, gate_up), (inputs, down)):
+            few = torch.cat(
+                [products_of_few_rows(*of_expert) for of_expert in zip(part.split(equal), weight, strict=True)]
+            )
+            self.expect(f"grouped_linear({self.experts})", grouped_matmul(part, weight, batched), few, _FEW_ROWS)
         if self.shapes.ranks > 1:
             for kind in (batched, single):
                 self.shards_of_moe(gate_up, down, rows, kind)
+
+
+def products_of_few_rows(x_TK: Tensor, weight_PK: Tensor) -> Tensor:
+    """float32 x W^T [T, P], each `ROW_FLOOR` rows in a product of their own, at one thread. T and P already padded.
+
+    What a row's bits are in a process of either schedule (`linear.use_row_blocks`).
+    """
+    with _threads(1):
+        return torch.cat([torch.mm(rows_8K, weight_PK.t()) for rows_8K in x_TK.split(ROW_FLOOR)])
 
 
 def swiglu_of_halves(x: Tensor) -> Tensor:
@@ -401,7 +426,8 @@ def probe(
     use (`resolve_attention`). Returns a `ProbeReport`. Raises
     `ContractError` naming the operation, its shape, the rows, the schedule and the thread count of the first
     difference. Where one GEMM over all rows is not exact, it switches this process to `linear.use_row_blocks`, with a
-    warning, and checks that; nothing else changes: the thread count is restored and no global random state is touched.
+    warning, and checks that; where that fails, too, it switches back and raises the second difference from the first.
+    Nothing else changes: the thread count is restored and no global random state is touched.
     `dropped_schedules` says what this process does without since.
     """
     begin = time.perf_counter()
@@ -420,7 +446,7 @@ def probe(
             report = _run(device, dtype, shapes, threads)
         except ContractError as second:
             use_row_blocks(False)
-            raise first from second
+            raise second from first  # the second is what no schedule mends
         logger.warning("%s: products of %d rows each take the place of one for all rows", first, ROW_FLOOR)
         _dropped.append("linear: one product for all rows")
     report.seconds = time.perf_counter() - begin
